@@ -1,0 +1,980 @@
+"""The engine: takes requests, steps, and gives outputs.
+
+One step, in this order::
+
+    1  out = scheduler.next_step(now)     queues, tables and status change here, and only here
+    2  runner.copy_blocks(out.copies)     also when there is no row; in recorded order; never repeated
+    3  no row: nothing more               `wait` sleeps until out.wait_until; `step` itself never sleeps
+    4  runner.execute(out)                forward and sample; changes no Python state outside the runner
+    5  commit                             rows whose sequence no longer runs are skipped; full blocks are published
+    6  finished sequences that may leave go
+    7  outputs go into the outbox; then on_step(StepReport) is called, and an exception there loses no output
+
+Aborts that arrive during a step, from another thread or from inside it, take effect before its commit.
+
+What happens when something fails:
+
+* The policy raises, or stalls: `step` raises. What its verbs did stays done, copies not made are kept for the next
+  step, and the next step asks it anew.
+* `execute` raises: nothing of the step is kept, and the next step plans anew. If that one fails too, its rows are
+  executed in halves until the failing ones are found; those requests end with finish reason ``"error"``, the others
+  go on. When that would end a third request without a single token in between, the fault is not the requests':
+  `step` raises EngineFailed and ends none.
+* `RunnerOutOfMemory`: the next steps have half the tokens, down to one; the budget grows back as steps succeed.
+* `copy_blocks` raises, or `KVLost`: every running sequence is computed anew, from its tokens; three times in a row
+  without a token in between is EngineFailed.
+* One row has an error, or its text cannot be made: that request ends with finish reason ``"error"``.
+* InvariantError is a bug, not a fault, and is never handled: `step` raises it.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import secrets
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Sequence as ListLike
+from contextlib import contextmanager
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from .allocators import BlockAllocator, PagedAllocator
+from .clocks import Clock, MonotonicClock
+from .errors import (
+    DuplicateRequest,
+    EngineBusy,
+    EngineClosed,
+    EngineFailed,
+    InvariantError,
+    KVLost,
+    RequestError,
+    RequestTooLong,
+    RunnerError,
+    RunnerOutOfMemory,
+)
+from .preemption import Swap
+from .runner import ModelRunner
+from .scheduler import API_VERSION, Scheduler
+from .schedulers import ChunkedPrefillScheduler
+from .sequence import Sequence, Status
+from .stopping import advance
+from .text import OutputText, Tokenizer
+from .types import (
+    Completion,
+    EngineStats,
+    FinishReason,
+    KVGeometry,
+    Request,
+    RequestOutput,
+    RequestTimings,
+    RowResult,
+    SamplerOutput,
+    SamplingParams,
+    ScheduledSequence,
+    SchedulerOutput,
+    StepReport,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["Engine", "Prompt"]
+
+logger = logging.getLogger("batchkit")
+
+Prompt = str | ListLike[int]
+"""Text, or token ids."""
+
+_FAILURES_BEFORE_GIVING_UP = 3
+_IN_USE = "_serves_an_engine"
+
+
+class _Live:
+    """What the engine knows of a live sequence beyond its scheduling state."""
+
+    __slots__ = (
+        "aborted",
+        "error",
+        "finished",
+        "first_scheduled",
+        "first_token",
+        "num_delivered",
+        "num_pieces_delivered",
+        "reason",
+        "seq",
+        "text",
+        "timings",
+    )
+
+    def __init__(self, seq: Sequence, text: OutputText | None) -> None:
+        self.seq = seq
+        self.text = text
+        self.first_scheduled: float | None = None
+        self.first_token: float | None = None
+        self.finished: float | None = None
+        self.num_delivered = 0
+        self.num_pieces_delivered = 0
+        self.reason: FinishReason | None = None
+        self.error: str | None = None
+        self.aborted = False
+        self.timings = RequestTimings(arrival=seq.request.arrival)
+
+    def output(self, now: float, *, final: bool) -> RequestOutput:
+        """What is new since the last call."""
+        seq, request = self.seq, self.seq.request
+        ids, pieces = seq.output, self.text.pieces if self.text else ()
+        if self.first_token is None and ids:
+            self.first_token = now
+        if final:
+            self.finished = now
+        known = self.timings
+        if final or known.first_token is None or known.num_preemptions != seq.num_preemptions:
+            self.timings = RequestTimings(
+                arrival=request.arrival,
+                first_scheduled=self.first_scheduled,
+                first_token=self.first_token,
+                finished=self.finished,
+                num_preemptions=seq.num_preemptions,
+                cached_tokens=seq.num_cached,
+                recomputed_tokens=seq.num_recomputed,
+            )
+        completion = Completion(
+            index=seq.index,
+            ids=ids,
+            new_token_ids=tuple(ids[self.num_delivered :]),
+            pieces=pieces,
+            new_text="".join(pieces[self.num_pieces_delivered :]),
+            finish_reason=self.reason if final else None,
+        )
+        self.num_delivered, self.num_pieces_delivered = len(ids), len(pieces)
+        return RequestOutput(
+            request_id=request.id,
+            prompt_token_ids=request.prompt_token_ids,
+            outputs=(completion,),
+            finished=final,
+            timings=self.timings,
+            error=self.error,
+            prompt=request.prompt,
+        )
+
+
+class Engine:
+    """Continuous batching over a runner, by a scheduler.
+
+    The parts are built by the caller; `from_pretrained` and `from_model` do the usual wiring. One engine has one
+    owner: a call from another thread while a step runs raises EngineBusy, except `abort`, which is queued. Leaving a
+    ``with`` block closes it.
+
+    Args:
+        runner: computes; see `ModelRunner`.
+        scheduler: decides; see `Scheduler`. It may not serve another engine.
+        tokenizer: for text prompts, text outputs and stop strings; see `batchkit.text.Tokenizer`. Without one the
+            engine takes and gives token ids.
+        clock: the source of time. Default: the system's monotonic clock.
+        on_step: called with a `StepReport` after each step that had rows, copies or a failure. It may call
+            `add_request`, `abort` and `stats`.
+
+    Raises:
+        ValueError: the parts do not agree about the blocks, or serve another engine.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        *,
+        tokenizer: Tokenizer | None = None,
+        clock: Clock | None = None,
+        on_step: Callable[[StepReport], None] | None = None,
+    ) -> None:
+        if not isinstance(runner, ModelRunner):
+            raise TypeError(f"runner must be a ModelRunner, got {runner!r}")
+        if not isinstance(scheduler, Scheduler):
+            raise TypeError(f"scheduler must be an instance of a Scheduler subclass, got {scheduler!r}")
+        if scheduler.api_version != API_VERSION:
+            raise ValueError(
+                f"{type(scheduler).__name__} was written for version {scheduler.api_version} of the scheduler "
+                f"interface, this is version {API_VERSION}"
+            )
+        _check_parts_agree(runner, scheduler)
+        host = getattr(scheduler.preemption, "host", None)
+        self._parts = [runner, scheduler, scheduler.allocator, *([host] if isinstance(host, BlockAllocator) else [])]
+        for part in self._parts:
+            if part.__dict__.get(_IN_USE):
+                raise ValueError(f"this {type(part).__name__} serves another engine already; each needs its own")
+        for part in self._parts:
+            part.__dict__[_IN_USE] = True
+        geometry = runner.geometry
+        self._runner = runner
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._clock: Clock = clock if clock is not None else MonotonicClock()
+        self._on_step = on_step
+        self._max_model_len = min(geometry.max_model_len, scheduler.max_model_len or geometry.max_model_len)
+        self._eos_token_ids = frozenset(geometry.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            self._eos_token_ids |= {tokenizer.eos_token_id}
+
+        self._live: dict[int, _Live] = {}  # by Sequence.id
+        self._by_id: dict[str, _Live] = {}  # by the caller's id
+        self._outbox: list[RequestOutput] = []
+        self._closed = False
+        self._turn_lock = threading.Lock()  # held while a step or a change is under way
+        self._in_hook = False
+        self._id_lock = threading.Lock()  # makes "is it live?" and "mark it aborted" one act
+        self._aborts: deque[_Live] = deque()
+        self._next_id = 0
+        self._wait_until: float | None = None
+        self._failures = 0  # failed steps in a row
+        self._errors = 0  # requests ended by the runner's faults since the last token
+        self._token_limit: int | None = None  # after RunnerOutOfMemory
+
+        self._num_steps = self._prompt_tokens = self._generated_tokens = self._computed_tokens = 0
+        self._num_preemptions = self._recomputed_tokens = self._peak_used_blocks = 0
+        self._finished: Counter[FinishReason] = Counter()
+
+    # ------------------------------------------------------------------------------- wiring
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str,
+        *,
+        device: str | None = None,
+        dtype: str = "auto",
+        **options: Any,
+    ) -> Engine:
+        """Load a model and its tokenizer with transformers, and serve it.
+
+        Args:
+            name_or_path: what transformers' ``from_pretrained`` takes.
+            device: where to put the weights. Default: the accelerator torch finds, else the CPU.
+            dtype: a torch dtype or its name; "auto": the checkpoint's own.
+            options: see `from_model`.
+
+        Raises:
+            UnsupportedModel: the model cannot be bound; with every reason.
+        """
+        from .hf.loading import load_model
+
+        model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
+        return cls.from_model(model, tokenizer, **options)
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        scheduler: type[Scheduler] = ChunkedPrefillScheduler,
+        allocator: type[BlockAllocator] = PagedAllocator,
+        kv_memory: int | str | None = None,
+        num_kv_blocks: int | None = None,
+        block_size: int | None = None,
+        swap_memory: int | str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_tokens_per_step: int | None = None,
+        clock: Clock | None = None,
+        on_step: Callable[[StepReport], None] | None = None,
+        **scheduler_args: Any,
+    ) -> Engine:
+        """Serve a transformers model that the caller has already, and keeps.
+
+        The engine runs a structural clone that shares the weights; the caller's model behaves as before.
+
+        Args:
+            model: a causal language model of transformers.
+            tokenizer: its transformers tokenizer, or any `batchkit.text.Tokenizer`.
+            scheduler: the policy's class.
+            allocator: the allocator's class.
+            kv_memory: the KV cache's size in bytes, or like "2GiB". Default: half of the memory that is free, but no
+                more than `max_num_seqs` sequences of full length can use.
+            num_kv_blocks: the KV cache's size in blocks, instead.
+            block_size: tokens per block. Default: the attention backend's choice.
+            swap_memory: host memory for preempted sequences, in bytes or like "1GiB". Default: none, they are
+                recomputed.
+            max_model_len: the most tokens of prompt and output together. Default: the model's limit.
+            max_num_seqs, max_tokens_per_step: see `Scheduler`.
+            clock, on_step: see `Engine`.
+            scheduler_args: further arguments of the policy's class.
+
+        Raises:
+            UnsupportedModel: the model cannot be bound; with every reason.
+            OutOfKVMemory: not one block fits.
+        """
+        from .hf.runner import TransformersRunner
+        from .hf.tokenizer import as_tokenizer
+
+        if not (isinstance(scheduler, type) and issubclass(scheduler, Scheduler)):
+            raise TypeError(f"scheduler must be a subclass of Scheduler, got {scheduler!r}")
+        runner = TransformersRunner(
+            model,
+            kv_memory=kv_memory,
+            num_kv_blocks=num_kv_blocks,
+            block_size=block_size,
+            swap_memory=swap_memory,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs or scheduler.default_max_num_seqs,
+        )
+        try:
+            geometry = runner.geometry
+            host = PagedAllocator(geometry.host_blocks, geometry.block_size) if geometry.host_blocks else None
+            policy = scheduler(
+                allocator(geometry.num_blocks, geometry.block_size),
+                max_model_len=geometry.max_model_len,
+                max_num_seqs=max_num_seqs,
+                max_tokens_per_step=max_tokens_per_step,
+                preemption=Swap(host) if host else None,
+                **scheduler_args,
+            )
+            return cls(runner, policy, tokenizer=as_tokenizer(tokenizer), clock=clock, on_step=on_step)
+        except BaseException:
+            runner.close()
+            raise
+
+    # ------------------------------------------------------------------------------- requests in
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        arrival: float | None = None,
+        deadline: float | None = None,
+        length_hint: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Queue a request. All or nothing: if it raises, the engine is as it was.
+
+        Args:
+            prompt: text, or token ids.
+            params: how to sample and when to stop. Default: ``SamplingParams()``.
+            request_id: a name for it; free again once the request has ended. Default: a fresh one.
+            arrival: when it arrived, in seconds of the engine's clock. Default: now.
+            priority, deadline, length_hint, metadata: for policies; the engine does not read them.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            RequestError: it cannot be taken, now or ever; the message has the numbers.
+            EngineBusy: another thread is in `step`.
+            EngineClosed: after `close`.
+        """
+        with self._turn():
+            params = SamplingParams() if params is None else params
+            if not isinstance(params, SamplingParams):
+                raise TypeError(f"params must be SamplingParams, got {params!r}")
+            if request_id is not None and not isinstance(request_id, str):
+                raise TypeError(f"request_id must be a string, got {request_id!r}")
+            if request_id is not None and request_id in self._by_id:
+                raise DuplicateRequest(f"a request with id {request_id!r} is still alive")
+            tokenizer = self._tokenizer
+            token_ids = self._token_ids(prompt)
+            stop_token_ids = set(params.stop_token_ids)
+            if params.stop and tokenizer is None:
+                raise RequestError(f"stop strings {params.stop} need a tokenizer, and this engine has none")
+            special = getattr(tokenizer, "special_token_id", None)
+            if special is not None:
+                # The text of a special token may never appear in the output, so it is looked for as a token.
+                stop_token_ids |= {found for s in params.stop if (found := special(s)) is not None}
+            vocab_size = self._runner.geometry.vocab_size
+            for kind, ids in (("prompt token", token_ids), ("stop token", stop_token_ids)):
+                for token in ids:
+                    if not 0 <= token < vocab_size:
+                        raise RequestError(f"{kind} id {token} is not in the vocabulary of {vocab_size}")
+            request = Request(
+                id=request_id if request_id is not None else self._fresh_id(),
+                prompt_token_ids=token_ids,
+                params=params,
+                max_tokens=self._max_tokens(len(token_ids), params),
+                seed=params.seed if params.seed is not None else secrets.randbits(63),
+                stop_token_ids=frozenset(stop_token_ids if params.ignore_eos else stop_token_ids | self._eos_token_ids),
+                arrival=self._clock() if arrival is None else arrival,
+                prompt=prompt if isinstance(prompt, str) else None,
+                priority=priority,
+                deadline=deadline,
+                length_hint=length_hint,
+                **({} if metadata is None else {"metadata": metadata}),
+            )
+            text = OutputText(tokenizer, request) if tokenizer is not None and params.detokenize else None
+            live = _Live(Sequence(request), text)
+            self._scheduler.add(live.seq)
+            self._live[live.seq.id] = live
+            with self._id_lock:
+                self._by_id[request.id] = live
+            return request.id
+
+    def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError("a text prompt needs a tokenizer, and this engine has none; give token ids")
+            token_ids = tuple(self._tokenizer.encode(prompt))
+        elif isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+            raise TypeError(f"a prompt is text or a sequence of token ids, got {type(prompt).__name__}")
+        else:
+            try:
+                token_ids = tuple(operator.index(token) for token in prompt)
+            except TypeError:
+                raise TypeError("a prompt is text or a sequence of token ids; not all of these are integers") from None
+        if not token_ids:
+            raise RequestError("the prompt is empty: there is no token to continue from")
+        return token_ids
+
+    def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
+        """The limit in force, by the arithmetic that the allocator uses."""
+        length, allocator = self._max_model_len, self._scheduler.allocator
+        slots = allocator.num_blocks * allocator.block_size
+        pool = f"{allocator.num_blocks} blocks of {allocator.block_size} tokens"
+        # The last token generated is never written, so it needs room in the model's length but no KV slot.
+        most = min(length - num_prompt, slots - num_prompt + 1)
+        asked = params.max_tokens
+        if most < 1 or (asked is not None and asked > most):
+            raise RequestTooLong(
+                f"a prompt of {num_prompt} tokens and {asked if asked is not None else 'at least 1'} to generate "
+                f"can never run: the model takes {length} tokens in all, and the KV cache {slots} ({pool}) without "
+                f"the last one generated, which leaves room to generate {max(0, most)}"
+            )
+        if asked is None and params.min_tokens > most:
+            raise RequestTooLong(
+                f"min_tokens is {params.min_tokens}, but after a prompt of {num_prompt} tokens there is room for {most} "
+                f"(model length {length}, KV cache of {pool})"
+            )
+        return most if asked is None else asked
+
+    def _fresh_id(self) -> str:
+        while True:
+            self._next_id += 1
+            if (name := f"request-{self._next_id}") not in self._by_id:
+                return name
+
+    def abort(self, request_id: str) -> bool:
+        """End a request, whatever state it is in. May be called from any thread and from inside a step.
+
+        Its last output, with finish reason ``"abort"``, comes from the next `step`, or from the running one.
+
+        Returns:
+            Whether there was anything to end: False for an id that is unknown, ended, or aborted already.
+        """
+        with self._id_lock:
+            live = self._by_id.get(request_id)
+            if live is None or live.aborted:
+                return False
+            live.aborted = True
+            self._aborts.append(live)
+        if self._turn_lock.acquire(blocking=False):
+            # No step is running. Otherwise that one, or the next, sees the queue.
+            try:
+                self._apply_aborts()
+            finally:
+                self._turn_lock.release()
+        return True
+
+    # ------------------------------------------------------------------------------- the loop
+
+    def has_unfinished(self) -> bool:
+        """Whether a request is alive or an output has not been delivered yet."""
+        return bool(self._live or self._outbox)
+
+    def step(self) -> list[RequestOutput]:
+        """Do one step, and return what came of it: one `RequestOutput` for each request that has news.
+
+        Without live requests, and when the policy waits for a later time (see `wait`), it only returns outputs that
+        are left over. It never sleeps.
+
+        Raises:
+            SchedulerStalled: the policy left live requests without work.
+            EngineFailed: the runner keeps failing; every request is still there.
+            EngineBusy, EngineClosed: see `add_request`.
+            Whatever the policy or the hook raised; no output is lost by it.
+        """
+        if self._in_hook:
+            raise EngineBusy("step was called from inside on_step")
+        with self._turn():
+            report = self._advance()
+        if report is not None and self._on_step is not None:
+            self._in_hook = True
+            try:
+                self._on_step(report)
+            finally:
+                self._in_hook = False
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def wait(self, until: float | None = None) -> None:
+        """Sleep until the time that the last step's policy waits for; return at once if it waits for none.
+
+        Args:
+            until: sleep no longer than to this time, in seconds of the engine's clock; a new request may be due.
+        """
+        if self._wait_until is not None:
+            self._clock.sleep_until(self._wait_until if until is None else min(until, self._wait_until))
+            self._wait_until = None
+
+    def _advance(self) -> StepReport | None:
+        self._apply_aborts()
+        self._wait_until = None
+        if not self._live:
+            return None
+        scheduler = self._scheduler
+        began = time.perf_counter()
+        now = self._clock()
+        out = scheduler.next_step(now, max_tokens=self._token_limit)
+        scheduled = time.perf_counter()
+        self._num_preemptions += len(out.preempted)
+        if not out.rows and not out.copies:
+            self._wait_until = out.wait_until
+            return None
+        results: list[tuple[ScheduledSequence, RowResult]] = []
+        sample_s, error = 0.0, None
+        try:
+            if out.copies:
+                self._copy(out)
+            if out.rows:
+                results, sample_s, error = self._execute(out)
+        except KVLost as lost:
+            error = lost
+            self._recompute_all(lost)
+        executed = time.perf_counter()
+        self._wait_until = out.wait_until
+        num_new_tokens, num_finished = self._commit(now, results)
+        if out.rows:
+            self._num_steps += 1
+        used = scheduler.allocator.num_blocks - scheduler.allocator.num_free_blocks
+        return StepReport(
+            step=self._num_steps,
+            time=now,
+            output=out,
+            num_new_tokens=num_new_tokens,
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_finished=num_finished,
+            num_used_blocks=used,
+            kv_tokens=sum(seq.num_computed for seq in scheduler.running),
+            schedule_s=scheduled - began,
+            execute_s=executed - scheduled - sample_s,
+            sample_s=sample_s,
+            error=error,
+        )
+
+    def _copy(self, out: SchedulerOutput) -> None:
+        try:
+            self._runner.copy_blocks(out.copies)
+        except (KVLost, InvariantError):
+            raise
+        except Exception as failure:
+            raise KVLost(f"copying KV blocks failed: {failure}") from failure
+        self._scheduler.copies_done()
+
+    # ------------------------------------------------------------------------------- failures
+
+    def _execute(
+        self, out: SchedulerOutput
+    ) -> tuple[list[tuple[ScheduledSequence, RowResult]], float, Exception | None]:
+        """The rows that were computed, the seconds spent sampling, and what went wrong, if anything."""
+        try:
+            got = self._run_rows(out)
+        except (KVLost, InvariantError):
+            raise
+        except RunnerOutOfMemory as failure:
+            if out.num_tokens > 1:
+                self._token_limit = out.num_tokens // 2
+                logger.warning("out of memory with %d tokens in a step, trying %d", out.num_tokens, self._token_limit)
+                return [], 0.0, failure
+            return self._isolate(out, failure), 0.0, failure
+        except Exception as failure:
+            self._failures += 1
+            if self._failures < 2:
+                logger.warning("a step of %d rows failed, planning anew", len(out.rows), exc_info=failure)
+                return [], 0.0, failure
+            return self._isolate(out, failure), 0.0, failure
+        self._failures = 0
+        if self._token_limit is not None:
+            self._token_limit *= 2
+            if self._token_limit >= self._scheduler.max_tokens_per_step:
+                self._token_limit = None
+        return list(zip(out.rows, got.rows, strict=True)), got.sample_s, None
+
+    def _run_rows(self, out: SchedulerOutput) -> SamplerOutput:
+        got = self._runner.execute(out)
+        if len(got.rows) != len(out.rows):
+            raise RunnerError(f"the runner returned {len(got.rows)} results for {len(out.rows)} rows")
+        return got
+
+    def _isolate(self, out: SchedulerOutput, failure: Exception) -> list[tuple[ScheduledSequence, RowResult]]:
+        """Execute a failing step in halves. Its rows are independent, so those that work are as good as ever."""
+        good: list[tuple[ScheduledSequence, RowResult]] = []
+        bad: list[tuple[ScheduledSequence, RowResult]] = []
+        groups = [out.rows]
+        while groups:
+            rows = groups.pop()
+            part = replace(out, rows=rows, copies=(), num_tokens=sum(row.num_tokens for row in rows))
+            try:
+                good += zip(rows, self._run_rows(part).rows, strict=True)
+            except (KVLost, InvariantError):
+                raise
+            except Exception as error:
+                failure = error
+                if len(rows) == 1:
+                    bad.append((rows[0], RowResult(error=f"{type(error).__name__}: {error}")))
+                else:
+                    groups += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
+        if not good and self._errors + len(bad) >= _FAILURES_BEFORE_GIVING_UP:
+            raise EngineFailed(
+                f"the runner failed on each of {len(bad)} rows executed alone, and {self._errors} requests before them "
+                f"ended by its faults without a token in between; last: {type(failure).__name__}: {failure}"
+            ) from failure
+        self._failures = 0
+        self._errors += len(bad)
+        logger.warning("%d of %d requests ended by a failing step", len(bad), len(out.rows), exc_info=failure)
+        return good + bad
+
+    def _recompute_all(self, failure: KVLost) -> None:
+        self._scheduler.recompute_all()
+        self._retire()
+        self._failures += 1
+        if self._failures >= _FAILURES_BEFORE_GIVING_UP:
+            raise EngineFailed(f"the KV cache was lost {self._failures} times in a row: {failure}") from failure
+        logger.warning("the KV cache is lost, every running sequence is computed anew", exc_info=failure)
+
+    # ------------------------------------------------------------------------------- commit
+
+    def _commit(self, now: float, results: list[tuple[ScheduledSequence, RowResult]]) -> tuple[int, int]:
+        """Take the results in. Returns the number of tokens kept and of requests ended."""
+        scheduler = self._scheduler
+        before = sum(self._finished.values())
+        self._apply_aborts()
+        news: dict[int, _Live] = {}
+        num_new_tokens = 0
+        for row, result in results:
+            self._computed_tokens += row.num_tokens
+            live = self._live.get(row.seq_id)
+            if live is None or row.idle or live.seq.status is not Status.RUNNING:
+                continue
+            if live.first_scheduled is None:
+                live.first_scheduled = now
+                self._prompt_tokens += live.seq.num_prompt
+            try:
+                reason = self._take(live, row, result)
+            except Exception as fault:
+                live.error = str(fault) if isinstance(fault, RunnerError) else f"{type(fault).__name__}: {fault}"
+                scheduler.abort(live.seq)
+                self._end(live, "error")
+                continue
+            if row.samples:
+                num_new_tokens += 1
+                self._errors = 0
+                news[row.seq_id] = live
+            if reason is not None:
+                live.reason = reason
+                scheduler.finish(live.seq)
+        for seq_id in self._retire():
+            news.pop(seq_id, None)
+        if scheduler.streams and news:
+            delivered = self._clock()
+            self._outbox += [live.output(delivered, final=False) for live in news.values()]
+        self._generated_tokens += num_new_tokens
+        allocator = scheduler.allocator
+        self._peak_used_blocks = max(self._peak_used_blocks, allocator.num_blocks - allocator.num_free_blocks)
+        return num_new_tokens, sum(self._finished.values()) - before
+
+    def _take(self, live: _Live, row: ScheduledSequence, result: RowResult) -> FinishReason | None:
+        """Commit one row. What it raises ends the request."""
+        if result.error is not None:
+            raise RunnerError(result.error)
+        seq = live.seq
+        if len(result.token_ids) != row.samples:
+            raise RunnerError(f"the runner sampled {len(result.token_ids)} tokens where {int(row.samples)} was due")
+        vocab_size = self._runner.geometry.vocab_size
+        if row.samples and not 0 <= result.token_ids[0] < vocab_size:
+            raise RunnerError(f"the runner sampled token {result.token_ids[0]}, the vocabulary has {vocab_size}")
+        seq.num_computed = row.start + row.num_tokens
+        allocator = self._scheduler.allocator
+        if allocator.prefix_caching:
+            allocator.publish(seq.id, row.row, seq.token_ids(0, seq.num_computed), seq.num_computed)
+        if not row.samples:
+            return None
+        seq.output.append(result.token_ids[0])
+        return advance(seq.request, seq.output, live.text)
+
+    def _retire(self) -> list[int]:
+        """Finished sequences that may leave go; their requests end."""
+        leaving = self._scheduler.retire()
+        for seq in leaving:
+            live = self._live[seq.id]
+            assert live.reason is not None
+            self._end(live, live.reason)
+        return [seq.id for seq in leaving]
+
+    def _apply_aborts(self) -> None:
+        while self._aborts:
+            live = self._aborts.popleft()
+            if live.seq.id in self._live:
+                self._scheduler.abort(live.seq)
+                self._end(live, "abort")
+
+    def _end(self, live: _Live, reason: FinishReason) -> None:
+        """The last output of a sequence that has left the scheduler."""
+        with self._id_lock:
+            if live.aborted:
+                reason = "abort"  # it was promised, even if the request ended in the same step
+            self._by_id.pop(live.seq.request.id, None)
+        live.reason = reason
+        del self._live[live.seq.id]
+        self._finished[reason] += 1
+        self._recomputed_tokens += live.seq.num_recomputed
+        if live.text is not None:
+            try:
+                live.text.finish()
+            except Exception as fault:
+                live.error = live.error or f"{type(fault).__name__}: {fault}"
+        self._outbox.append(live.output(self._clock(), final=True))
+
+    # ------------------------------------------------------------------------------- whole batches
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        on_error: Literal["raise", "return"] = "raise",
+        window: int | None = None,
+    ) -> list[RequestOutput]:
+        """Run prompts to their end; returns their final outputs, in the order of the prompts.
+
+        Other requests of this engine go on beside them; their outputs come from the next `step`. If it raises, or is
+        interrupted, what it started is aborted.
+
+        Args:
+            prompts: texts or token id lists; any iterable, read as there is room.
+            params: one for all, or one for each.
+            progress: show a bar on stderr.
+            on_error: what becomes of a prompt that cannot be taken: "raise" raises at once, "return" gives it an
+                output with finish reason ``"error"``. A request that fails while it runs always gives such an output.
+            window: at most so many of the prompts are in the engine at a time. Default: 1024, or four for each seat.
+
+        Raises:
+            RequestError: a prompt cannot be taken, with its position.
+            ValueError: there are fewer or more params than prompts.
+        """
+        if isinstance(prompts, (str, bytes)):
+            raise TypeError("generate takes a list of prompts; for a single one, [prompt]")
+        if on_error not in ("raise", "return"):
+            raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
+        results: dict[int, RequestOutput] = {}
+        bar = None
+        if progress:
+            from tqdm import tqdm
+
+            bar = tqdm(total=len(prompts) if isinstance(prompts, Sized) else None, unit="req")
+        try:
+            for index, output in self._serve(prompts, params, on_error, window):
+                if output.finished:
+                    results[index] = output
+                    if bar is not None:
+                        bar.update()
+        finally:
+            if bar is not None:
+                bar.close()
+        return [results[index] for index in range(len(results))]
+
+    def _serve(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+        on_error: str,
+        window: int | None,
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Every output of every prompt with the prompt's position, as they come."""
+        if window is None:
+            window = max(1024, 4 * self._scheduler.max_num_seqs)
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
+        todo = enumerate(_pairs(prompts, params))
+        mine: dict[str, int] = {}
+        others: list[RequestOutput] = []
+        exhausted = False
+        try:
+            while True:
+                while not exhausted and len(mine) < window:
+                    item = next(todo, None)
+                    if item is None:
+                        exhausted = True
+                        break
+                    index, (prompt, param) = item
+                    try:
+                        mine[self.add_request(prompt, param)] = index
+                    except (RequestError, TypeError) as error:
+                        if on_error == "raise":
+                            raise type(error)(f"prompt {index}: {error}") from error
+                        yield index, _refused(f"prompt-{index}", error, self._clock())
+                if exhausted and not mine:
+                    return
+                for output in self.step():
+                    index = mine.get(output.request_id, -1)
+                    if index < 0:
+                        others.append(output)
+                        continue
+                    if output.finished:
+                        del mine[output.request_id]
+                    yield index, output
+                self.wait()
+        finally:
+            for request_id in mine:
+                self.abort(request_id)
+            self._outbox = others + [output for output in self._outbox if output.request_id not in mine]
+
+    # ------------------------------------------------------------------------------- the rest
+
+    @property
+    def clock(self) -> Clock:
+        """The engine's source of time."""
+        return self._clock
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """The runner's KV cache and model limits."""
+        return self._runner.geometry
+
+    def stats(self) -> EngineStats:
+        """The values in force, and the figures so far."""
+        scheduler, allocator = self._scheduler, self._scheduler.allocator
+        return EngineStats(
+            scheduler=type(scheduler).__name__,
+            allocator=type(allocator).__name__,
+            num_blocks=allocator.num_blocks,
+            block_size=allocator.block_size,
+            max_model_len=self._max_model_len,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_tokens_per_step=scheduler.max_tokens_per_step,
+            num_steps=self._num_steps,
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_free_blocks=allocator.num_free_blocks,
+            peak_used_blocks=self._peak_used_blocks,
+            num_preemptions=self._num_preemptions,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            computed_tokens=self._computed_tokens,
+            recomputed_tokens=self._recomputed_tokens + sum(live.seq.num_recomputed for live in self._live.values()),
+            finished=dict(self._finished),
+        )
+
+    def weights_changed(self) -> None:
+        """The model's weights were changed in place: drop what was derived from the old ones, the KV among it.
+
+        Running requests go on with the new weights, their context computed anew.
+        """
+        with self._turn():
+            self._runner.weights_changed()
+            self._scheduler.recompute_all()
+            self._retire()
+
+    def check(self) -> None:
+        """Raise InvariantError unless the engine's and the scheduler's books balance. For tests; slow."""
+        self._scheduler.check()
+        known = {seq.id for queue in (self._scheduler.waiting, self._scheduler.running) for seq in queue}
+        if known != set(self._live):
+            raise AssertionError(f"the scheduler knows sequences {sorted(known)}, the engine {sorted(self._live)}")
+
+    def close(self) -> list[RequestOutput]:
+        """Abort what is alive and free everything, the KV memory above all. Idempotent.
+
+        Returns:
+            The outputs that had not been delivered, those of the aborted requests among them.
+        """
+        if self._closed:
+            return []
+        with self._turn():
+            try:
+                for live in list(self._live.values()):
+                    self._scheduler.abort(live.seq)
+                    self._end(live, "abort")
+            finally:
+                self._closed = True
+                for part in self._parts:
+                    part.__dict__[_IN_USE] = False
+                self._runner.close()
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Hold the engine for one change."""
+        if self._closed:
+            raise EngineClosed("this engine is closed")
+        if not self._turn_lock.acquire(blocking=False):
+            raise EngineBusy("a step is running; only abort may be called from another thread or from inside a step")
+        try:
+            yield
+        finally:
+            self._turn_lock.release()
+
+
+def _check_parts_agree(runner: ModelRunner, scheduler: Scheduler) -> None:
+    geometry, allocator = runner.geometry, scheduler.allocator
+    have = (allocator.num_blocks, allocator.block_size)
+    if have != (geometry.num_blocks, geometry.block_size):
+        raise ValueError(
+            f"the allocator has {have[0]} blocks of {have[1]} tokens, the runner {geometry.num_blocks} of "
+            f"{geometry.block_size}"
+        )
+    host = getattr(scheduler.preemption, "host", None)
+    if isinstance(host, BlockAllocator) and (
+        host.num_blocks > geometry.host_blocks or host.block_size != geometry.block_size
+    ):
+        raise ValueError(
+            f"Swap has {host.num_blocks} host blocks of {host.block_size} tokens, the runner {geometry.host_blocks} of "
+            f"{geometry.block_size}"
+        )
+    if allocator.num_free_blocks != allocator.num_blocks or scheduler.waiting or scheduler.running:
+        raise ValueError(
+            f"the scheduler is in use: {allocator.num_blocks - allocator.num_free_blocks} blocks taken, "
+            f"{len(scheduler.waiting)} sequences waiting, {len(scheduler.running)} running"
+        )
+
+
+def _pairs(
+    prompts: Iterable[Prompt], params: SamplingParams | Iterable[SamplingParams] | None
+) -> Iterator[tuple[Prompt, SamplingParams | None]]:
+    if params is None or isinstance(params, SamplingParams):
+        for prompt in prompts:
+            yield prompt, params
+        return
+    if isinstance(prompts, Sized) and isinstance(params, Sized) and len(prompts) != len(params):
+        raise ValueError(f"{len(prompts)} prompts, but {len(params)} params")
+    rest = iter(params)
+    for index, prompt in enumerate(prompts):
+        param = next(rest, None)
+        if param is None:
+            raise ValueError(f"only {index} params for more prompts than that")
+        yield prompt, param
+
+
+def _refused(request_id: str, error: Exception, now: float) -> RequestOutput:
+    """The output of a prompt that was not taken."""
+    nothing = Completion(index=0, ids=(), new_token_ids=(), pieces=(), new_text="", finish_reason="error")
+    return RequestOutput(
+        request_id=request_id,
+        prompt_token_ids=(),
+        outputs=(nothing,),
+        finished=True,
+        timings=RequestTimings(arrival=now, finished=now),
+        error=str(error),
+    )

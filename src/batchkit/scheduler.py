@@ -1,0 +1,558 @@
+"""Which sequences compute how many tokens in a step: the `Scheduler` that is asked, the `Step` that it answers with.
+
+The two are one unit. A policy writes `Scheduler.schedule` and calls the verbs of the `Step` it is given; only those
+verbs change queues, seats, tables and status, each of them checks first and then acts, and a verb that says no has
+changed nothing. So a policy may be wrong without being dangerous: it cannot leak a block, schedule a sequence twice,
+overrun a budget or corrupt the KV cache. It can starve somebody, and then `SchedulerStalled` or
+`batchkit.testing.check_scheduler` says so.
+
+Side effects of one step, in order: `Step.run` and `Step.preempt` move sequences between the queues, take and free
+blocks, and record copies; `Scheduler.next_step` turns what was chosen into rows of plain values. The copies belong to
+the scheduler until `Scheduler.copies_done`, so that a policy that raises after a preemption leaves them for the next
+step. Progress (`Sequence.num_computed`) is the engine's: if the rows then fail to compute, the next step plans anew.
+
+Invariants, asserted by `Scheduler.check`:
+
+* a live sequence is in exactly one of ``waiting`` and ``running``, as its status says;
+* running sequences have distinct seats, and they alone hold device blocks;
+* the blocks of a running sequence cover what is computed;
+* every block is free, cached, or in the table of a running sequence.
+
+Asserted in `Scheduler.next_step`: with live work, a step has a row or a time to wait for.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, TypedDict, final
+
+from .allocators import BlockAllocator
+from .errors import InvariantError, PolicyError, SchedulerStalled
+from .preemption import Preemption, Recompute
+from .queues import QueueView, SequenceQueue
+from .sequence import Sequence, Status
+from .types import BlockCopy, Eviction, Refusal, ScheduledSequence, SchedulerOutput
+
+__all__ = ["Scheduler", "SchedulerOptions", "Step"]
+
+API_VERSION = 1
+
+
+class SchedulerOptions(TypedDict, total=False):
+    """The keyword arguments that every scheduler takes; see `Scheduler`. For subclasses with arguments of their own."""
+
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_tokens_per_step: int | None
+    preemption: Preemption | None
+
+
+class Step:
+    """One step in the making. A policy gets it in `Scheduler.schedule` and may not keep it.
+
+    Attributes:
+        now: seconds of the engine's clock.
+        tokens_left: what is left of the token budget.
+        refused: why the last `run` that returned False said no.
+    """
+
+    __slots__ = ("_budget", "_chosen", "_first_refusal", "_preempted", "_scheduler", "_wait_until", "now", "refused", "tokens_left")
+
+    def __init__(self, scheduler: Scheduler, now: float, budget: int) -> None:
+        self._scheduler = scheduler
+        self.now = now
+        self.tokens_left = self._budget = budget
+        self.refused: Refusal | None = None
+        self._chosen: dict[int, tuple[Sequence, int]] = {}
+        self._preempted: dict[int, Eviction] = {}
+        self._first_refusal: Refusal | None = None
+        self._wait_until: float | None = None
+
+    def __bool__(self) -> bool:
+        """Whether any sequence has been chosen."""
+        return bool(self._chosen)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        """Whether `seq` has been chosen."""
+        return seq.id in self._chosen
+
+    def run(
+        self,
+        seq: Sequence,
+        *,
+        max_tokens: int | None = None,
+        reserve: int = 0,
+        victims: Iterable[Sequence] = (),
+    ) -> bool:
+        """Let `seq` compute its next tokens in this step, and admit it if it is waiting.
+
+        It computes all tokens whose KV is missing, or as many as `max_tokens` and the token budget leave. A row is
+        cut to the budget only in a ``chunked`` scheduler, or if the sequence is longer than the whole budget.
+
+        Args:
+            seq: a waiting or running sequence that is not in the step yet.
+            max_tokens: at most so many tokens now.
+            reserve: take blocks for so many tokens in all, if that is more than the step needs; capped at the pool.
+            victims: who may be preempted for the seat and the blocks, in this order and no more of them than it
+                takes. Sequences that are in the step already, or do not run, are passed over. Read only as needed.
+
+        Returns:
+            False: nothing has changed, and `refused` says why.
+
+        Raises:
+            PolicyError: `seq` is in the step already, or is not this scheduler's.
+        """
+        scheduler = self._scheduler
+        allocator = scheduler.allocator
+        status = seq.status
+        if seq.id in self._chosen:
+            raise PolicyError(f"{seq!r} is in this step already")
+        if status is Status.HELD:
+            if self.tokens_left < 1:
+                return self._refuse(seq, Refusal.TOKENS)
+            self._chosen[seq.id] = (seq, 0)
+            self.tokens_left -= 1
+            return True
+        waiting = status is Status.WAITING
+        if seq not in (scheduler._waiting if waiting else scheduler._running):
+            raise PolicyError(f"{seq!r} is neither waiting nor running in this scheduler")
+        if seq.id in self._preempted:
+            return self._refuse(seq, Refusal.PREEMPTED)
+
+        # The order of the four refusals is a promise: seats, tokens, blocks.
+        evict: list[Sequence] = []
+        more: Iterator[Sequence] | None = None
+        if waiting and not scheduler._seats:
+            more = self._eligible(seq, victims)
+            victim = next(more, None)
+            if victim is None:
+                return self._refuse(seq, Refusal.SEATS)
+            evict.append(victim)
+
+        known = seq.num_tokens
+        done = seq.num_computed
+        hit: tuple[int, ...] = ()
+        if allocator.prefix_caching and waiting and not done:
+            # Looked up before anything is counted; at least the last token is always computed.
+            hit = allocator.match(seq.token_ids(0, known), known - 1)
+            done = len(hit) * allocator.block_size
+        left = known - done
+        count = left if max_tokens is None else min(left, max_tokens)
+        if count > self.tokens_left:
+            count = self.tokens_left if scheduler.chunked or known > self._budget else 0
+        if count <= 0:
+            return self._refuse(seq, Refusal.TOKENS)
+
+        grown = None if evict else allocator.grow(seq.id, done + count, computed=done, hit=hit, reserve=reserve)
+        if grown is None:
+            more = more or self._eligible(seq, victims)
+            while not allocator.fits(
+                seq.id, done + count, computed=done, hit=hit, reserve=reserve, freeing=[v.id for v in evict]
+            ):
+                victim = next(more, None)
+                if victim is None:
+                    return self._refuse(seq, Refusal.BLOCKS)
+                evict.append(victim)
+            for victim in evict:
+                self._evict(victim, seq.id)
+            grown = allocator.grow(seq.id, done + count, computed=done, hit=hit, reserve=reserve)
+            if grown is None:
+                raise InvariantError(
+                    f"{type(allocator).__name__}.fits said that {done + count} tokens fit for {seq!r}, grow did not do it"
+                )
+        if waiting:
+            scheduler._admit(seq, done)
+        scheduler._copies.extend(grown)
+        self._chosen[seq.id] = (seq, count)
+        self.tokens_left -= count
+        return True
+
+    def _eligible(self, seq: Sequence, victims: Iterable[Sequence]) -> Iterator[Sequence]:
+        offered = {seq.id}
+        for victim in victims:
+            if victim.id in offered or victim.id in self._chosen or victim.status is not Status.RUNNING:
+                continue
+            offered.add(victim.id)
+            yield victim
+
+    def _refuse(self, seq: Sequence, why: Refusal) -> bool:
+        self.refused = why
+        if self._first_refusal is None and seq.status is Status.WAITING:
+            self._first_refusal = why
+        return False
+
+    def _evict(self, seq: Sequence, for_seq_id: int | None) -> None:
+        self._preempted[seq.id] = Eviction(seq.id, seq.request.id, for_seq_id)
+        self._scheduler._evict(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take the blocks and the seat of a running sequence; it goes to the front of the waiting ones.
+
+        Raises:
+            PolicyError: it is in this step, or it does not run.
+        """
+        if seq.id in self._chosen:
+            raise PolicyError(f"{seq!r} is in this step and cannot be preempted")
+        if seq.status is not Status.RUNNING or seq not in self._scheduler._running:
+            raise PolicyError(f"{seq!r} does not run and cannot be preempted")
+        self._evict(seq, None)
+
+    def cached_tokens(self, seq: Sequence) -> int:
+        """How many tokens of a waiting sequence a prefix hit would save now."""
+        allocator = self._scheduler.allocator
+        if not allocator.prefix_caching or seq.status is not Status.WAITING or seq.num_computed:
+            return 0
+        known = seq.num_tokens
+        return len(allocator.match(seq.token_ids(0, known), known - 1)) * allocator.block_size
+
+    def wait_until(self, t: float) -> None:
+        """If the step stays empty, nothing is to be done before time `t`, in seconds of the engine's clock."""
+        if not math.isfinite(t):
+            raise PolicyError(f"cannot wait until {t}")
+        self._wait_until = t
+
+
+_FINAL = ("add", "finish", "abort", "retire", "next_step", "copies_done", "recompute_all", "check", "waiting", "running", "num_held")
+
+
+class Scheduler(ABC):
+    """A policy: subclasses write `schedule`, or override `order`, `victims` or `may_leave` of a built-in one.
+
+    Everything else here is final. The interface is versioned: a class made for another ``api_version`` than the
+    engine's is refused.
+
+    Args:
+        allocator: the KV blocks it schedules over.
+        max_model_len: the most tokens of prompt and output together; needed by policies that reserve by it.
+        max_num_seqs: seats: the most sequences that run at a time. Default: `default_max_num_seqs`, but no more than
+            there are blocks or tokens in a step.
+        max_tokens_per_step: the token budget of a step, at least one for each seat. Default:
+            `default_max_tokens_per_step`, but no less than the seats.
+        preemption: what becomes of a preempted sequence's KV. Default: `Recompute`.
+
+    Attributes:
+        allocator, max_model_len, max_num_seqs, max_tokens_per_step, preemption: the values in force.
+        waiting: the sequences that do not run, those preempted in front, then by time of adding.
+        running: the sequences that run, by time of admission, held ones among them.
+
+    Both queues may be iterated, forwards and reversed, while `Step.run` and `Step.preempt` change them.
+
+    Raises:
+        ValueError: the numbers do not go together, or the policy cannot work with this allocator.
+    """
+
+    api_version: ClassVar[int] = API_VERSION
+    chunked: ClassVar[bool] = False
+    """Whether a row may be cut to what is left of the budget. One longer than the whole budget is always cut."""
+    reserves_all: ClassVar[bool] = False
+    """Whether it reserves `Sequence.max_kv` on admission: required on an allocator that is not growable."""
+    streams: ClassVar[bool] = True
+    """False: nothing is delivered, and no first-token time is set, before a sequence leaves."""
+    default_max_num_seqs: ClassVar[int] = 256
+    default_max_tokens_per_step: ClassVar[int] = 2048
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        taken = [name for name in _FINAL if name in cls.__dict__]
+        if taken:
+            raise TypeError(f"{cls.__name__} overrides {', '.join(taken)}, which a Scheduler subclass must leave alone")
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        max_model_len: int | None = None,
+        max_num_seqs: int | None = None,
+        max_tokens_per_step: int | None = None,
+        preemption: Preemption | None = None,
+    ) -> None:
+        name = type(self).__name__
+        if not isinstance(allocator, BlockAllocator):
+            raise TypeError(f"{name} needs a BlockAllocator, got {allocator!r}")
+        if not allocator.growable and not self.reserves_all:
+            raise ValueError(
+                f"{name} lets tables grow while sequences run, which {type(allocator).__name__} cannot; "
+                f"use a PagedAllocator, or a policy that reserves all on admission"
+            )
+        for given, value in (
+            ("max_model_len", max_model_len),
+            ("max_num_seqs", max_num_seqs),
+            ("max_tokens_per_step", max_tokens_per_step),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{given} must be at least 1, got {value}")
+        if max_num_seqs is None:
+            max_num_seqs = min(self.default_max_num_seqs, allocator.num_blocks, max_tokens_per_step or allocator.num_blocks)
+        if max_tokens_per_step is None:
+            max_tokens_per_step = max(self.default_max_tokens_per_step, max_num_seqs)
+        if max_tokens_per_step < max_num_seqs:
+            raise ValueError(
+                f"max_tokens_per_step ({max_tokens_per_step}) must have room for one token of each of the "
+                f"max_num_seqs ({max_num_seqs}) sequences"
+            )
+        self.allocator = allocator
+        self.max_model_len = max_model_len
+        self.max_num_seqs = max_num_seqs
+        self.max_tokens_per_step = max_tokens_per_step
+        self.preemption: Preemption = preemption if preemption is not None else Recompute()
+        self._waiting = SequenceQueue()
+        self._running = SequenceQueue()
+        self._waiting_view = QueueView(self._waiting)
+        self._running_view = QueueView(self._running)
+        self._seats = list(range(max_num_seqs))[::-1]
+        self._held: dict[int, Sequence] = {}
+        self._released: set[int] = set()
+        self._copies: list[BlockCopy] = []
+
+    # ------------------------------------------------------------------------------- what a policy writes
+
+    @abstractmethod
+    def schedule(self, step: Step) -> None:
+        """Choose who computes in this step by calling `step`'s verbs.
+
+        It may be called again for the same time, after a step that failed. Sequences that run without having
+        computed their whole prompt are the policy's to go on with.
+        """
+
+    def order(self, now: float) -> Iterable[Sequence]:
+        """The waiting sequences in the order in which the built-in policies admit them. Default: first come first."""
+        return self.waiting
+
+    def victims(self, seq: Sequence) -> Iterable[Sequence]:
+        """Whom the built-in policies preempt so that `seq` can go on. Default: the newest first, none older than it.
+
+        That none is older keeps two sequences from preempting each other for ever.
+        """
+        yield from sorted((other for other in self.running if other.id > seq.id), key=lambda s: s.id, reverse=True)
+
+    def may_leave(self, seq: Sequence) -> bool:
+        """Whether a finished sequence gives up its seat and blocks now. Default: yes."""
+        return True
+
+    # ------------------------------------------------------------------------------- what a policy reads
+
+    @property
+    def waiting(self) -> QueueView:
+        """The sequences that do not run."""
+        return self._waiting_view
+
+    @property
+    def running(self) -> QueueView:
+        """The sequences that run, held ones among them."""
+        return self._running_view
+
+    @property
+    def num_held(self) -> int:
+        """How many of the running ones have finished and may not leave yet."""
+        return len(self._held)
+
+    # ------------------------------------------------------------------------------- what the engine calls
+
+    @final
+    def next_step(self, now: float, *, max_tokens: int | None = None) -> SchedulerOutput:
+        """Ask the policy, and make rows of its answer.
+
+        Args:
+            now: seconds of the engine's clock.
+            max_tokens: a token budget below the usual one, after the device ran out of memory.
+
+        Raises:
+            SchedulerStalled: sequences are live, none was chosen, and no later time was named.
+        """
+        budget = self.max_tokens_per_step if max_tokens is None else min(max_tokens, self.max_tokens_per_step)
+        step = Step(self, now, budget)
+        self.schedule(step)
+        later = step._wait_until is not None and step._wait_until > now
+        if not step._chosen and (self._waiting or self._running) and not later:
+            raise SchedulerStalled(self._stall_message(step))
+        table = self.allocator.table
+        rows = tuple(
+            [
+                ScheduledSequence(
+                    seq_id,
+                    0,
+                    seq.seat,
+                    seq.request,
+                    seq.index,
+                    start := seq.num_computed,
+                    count,
+                    seq.token_ids(start, start + count),
+                    seq.output,
+                    len(seq.output),
+                    table(seq_id),
+                    start + count == seq.num_tokens,
+                    False,
+                )
+                if count
+                else self._idle_row(seq)
+                for seq_id, (seq, count) in step._chosen.items()
+            ]
+        )
+        return SchedulerOutput(
+            rows=rows,
+            preempted=tuple(step._preempted.values()),
+            copies=tuple(self._copies),
+            num_tokens=budget - step.tokens_left,
+            wait_until=None if rows else step._wait_until,
+            refused=step._first_refusal,
+        )
+
+    def _idle_row(self, seq: Sequence) -> ScheduledSequence:
+        last = seq.num_computed - 1
+        return ScheduledSequence(
+            seq_id=seq.id,
+            row=0,
+            seat=seq.seat,
+            request=seq.request,
+            sample_index=seq.index,
+            start=last,
+            num_tokens=1,
+            token_ids=seq.token_ids(last, last + 1),
+            output_ids=seq.output,
+            num_output=len(seq.output),
+            blocks=self.allocator.table(seq.id),
+            samples=False,
+            idle=True,
+        )
+
+    def _stall_message(self, step: Step) -> str:
+        allocator = self.allocator
+        head = next(iter(self._waiting), None)
+        needs = (
+            f"; the first waiting one, {head!r}, lacks {allocator.missing(head.id, head.num_tokens)} blocks for what it "
+            f"has and {allocator.missing(head.id, head.max_kv)} for all it may become"
+            if head is not None
+            else ""
+        )
+        refused = f"last refused for lack of {step.refused.value}" if step.refused else "nothing was refused"
+        return (
+            f"{type(self).__name__} chose nothing and named no time to wait for, with {len(self._waiting)} waiting, "
+            f"{len(self._running)} running ({len(self._held)} held), {allocator.num_free_blocks} of "
+            f"{allocator.num_blocks} blocks free, {len(self._seats)} of {self.max_num_seqs} seats free, "
+            f"{step.tokens_left} tokens left; {refused}{needs}"
+        )
+
+    @final
+    def copies_done(self) -> None:
+        """The copies of the last step have been made."""
+        self._copies.clear()
+
+    @final
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence, last."""
+        self._waiting.append(seq)
+
+    @final
+    def finish(self, seq: Sequence) -> None:
+        """A running sequence has all its tokens. It is held until `retire` lets it go."""
+        seq.status = Status.HELD
+        self._held[seq.id] = seq
+
+    @final
+    def retire(self) -> list[Sequence]:
+        """Let every held sequence go that may leave; they give up seats and blocks, and are returned."""
+        if not self._held:
+            return []
+        leaving = [seq for seq in self._held.values() if seq.id in self._released or self.may_leave(seq)]
+        for seq in leaving:
+            self._leave(seq)
+        return leaving
+
+    @final
+    def abort(self, seq: Sequence) -> None:
+        """End a live sequence in whatever state it is."""
+        if seq.status is Status.WAITING:
+            self._waiting.remove(seq)
+            self.preemption.drop(seq)
+            seq.status = Status.FINISHED
+        elif seq.status is not Status.FINISHED:
+            self._leave(seq)
+
+    @final
+    def recompute_all(self) -> None:
+        """The KV cache is lost: every running sequence goes back to the front of the queue, in order, with nothing.
+
+        Held ones leave at the next `retire`, for their KV cannot be computed again.
+        """
+        for seq in reversed(self._running):
+            self.allocator.free(seq.id)
+            if seq.status is Status.HELD:
+                self._released.add(seq.id)
+                continue
+            self._running.remove(seq)
+            self._give_up_seat(seq)
+            seq.status = Status.WAITING
+            self._waiting.appendleft(seq)
+        for seq in self._waiting:
+            self.preemption.drop(seq)
+            seq.num_recomputed += seq.num_computed
+            seq.num_computed = 0
+        self.allocator.forget()
+        self._copies.clear()
+
+    @final
+    def check(self) -> None:
+        """Raise InvariantError, printing the state, unless everything in this module's docstring holds."""
+
+        def broken(rule: str) -> InvariantError:
+            return InvariantError(
+                f"{type(self).__name__}: {rule}; waiting {self.waiting!r}, running {self.running!r}, "
+                f"{self.allocator.num_free_blocks} of {self.allocator.num_blocks} blocks free"
+            )
+
+        self._waiting.check()
+        self._running.check()
+        self.allocator.check()
+        self.preemption.check()
+        held_blocks: set[int] = set()
+        for seq in self._waiting:
+            if seq.status is not Status.WAITING or seq in self._running:
+                raise broken(f"{seq!r} is in the waiting queue")
+            if self.allocator.table(seq.id):
+                raise broken(f"{seq!r} waits and holds blocks {self.allocator.table(seq.id)}")
+        for seq in self._running:
+            table = self.allocator.table(seq.id)
+            if seq.status not in (Status.RUNNING, Status.HELD) or (seq.status is Status.HELD) != (seq.id in self._held):
+                raise broken(f"{seq!r} is in the running queue")
+            if seq.id not in self._released and len(table) * self.allocator.block_size < seq.num_computed:
+                raise broken(f"{seq!r} holds only blocks {table}")
+            held_blocks.update(table)
+        seats = sorted([*self._seats, *(seq.seat for seq in self._running)])
+        if seats != list(range(self.max_num_seqs)):
+            raise broken(f"seats are {seats}")
+        if len(held_blocks) + self.allocator.num_free_blocks != self.allocator.num_blocks:
+            raise broken(f"the running sequences hold {len(held_blocks)} blocks; some block has no owner or two")
+
+    # ------------------------------------------------------------------------------- the verbs' hands
+
+    def _admit(self, seq: Sequence, num_cached: int) -> None:
+        self._copies.extend(self.preemption.restore(seq, self.allocator))
+        self._waiting.remove(seq)
+        self._running.append(seq)
+        seq.seat = self._seats.pop()
+        seq.status = Status.RUNNING
+        if num_cached > seq.num_computed:
+            seq.num_cached += num_cached
+            seq.num_computed = num_cached
+
+    def _evict(self, seq: Sequence) -> None:
+        self._copies.extend(self.preemption.evict(seq, self.allocator))
+        self._running.remove(seq)
+        self._give_up_seat(seq)
+        self._waiting.appendleft(seq)
+        seq.status = Status.WAITING
+        seq.num_preemptions += 1
+
+    def _leave(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self._held.pop(seq.id, None)
+        self._released.discard(seq.id)
+        self._give_up_seat(seq)
+        self.allocator.free(seq.id)
+        seq.status = Status.FINISHED
+
+    def _give_up_seat(self, seq: Sequence) -> None:
+        self._seats.append(seq.seat)
+        seq.seat = -1

@@ -1,0 +1,31 @@
+"""Chunked prefill."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from typing_extensions import override
+
+from ..scheduler import Scheduler, Step
+
+__all__ = ["ChunkedPrefillScheduler"]
+
+
+class ChunkedPrefillScheduler(Scheduler):
+    """Every step decodes everybody, and fills what is left of its token budget with pieces of prompts.
+
+    Sarathi-Serve (OSDI'24), section 4.2, "stall-free batching"; the default of vLLM V1. No prompt, however long, holds up
+    the sequences that are decoding. A sequence joins when its whole prompt has blocks; when they run out, the newest
+    is preempted.
+    """
+
+    chunked: ClassVar[bool] = True
+    default_max_tokens_per_step: ClassVar[int] = 512
+
+    @override
+    def schedule(self, step: Step) -> None:
+        for seq in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
+            step.run(seq, victims=self.victims(seq))
+        for seq in self.order(step.now):
+            if not step.run(seq, reserve=seq.num_tokens):
+                break

@@ -1,0 +1,375 @@
+"""An engine without a device: a runner that fakes the model and checks the KV cache, a virtual clock, and workloads.
+
+`SimulatedRunner` stands where a real runner stands, under the same engine, schedulers and allocators. It samples
+tokens by a fixed rule, keeps a tag where a real runner keeps a key and a value, and lets a `VirtualClock` pass by what
+a cost function says of each step.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from typing_extensions import override
+
+from .clocks import Clock, VirtualClock
+from .errors import InvariantError
+from .runner import ModelRunner
+from .types import (
+    BlockCopy,
+    KVGeometry,
+    Request,
+    RequestOutput,
+    RowResult,
+    SamplerOutput,
+    SamplingParams,
+    ScheduledSequence,
+    SchedulerOutput,
+)
+
+__all__ = ["RooflineCost", "SimulatedRunner", "TrueLengths", "WorkloadRecord", "simulate"]
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(state: int, value: int) -> int:
+    """One step of a 64-bit hash: multiply, add, and fold the high half down."""
+    state = ((state ^ value) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
+    return state ^ (state >> 29)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RooflineCost:
+    """Seconds of one step on a device, from its arithmetic and its bandwidth.
+
+    ``overhead_s + max(weight_bytes / bandwidth, 2 * params * tokens / (efficiency * flops)) + KV bytes read / bandwidth``:
+    every step reads the weights once, however many tokens it computes, and the keys and values of every row's context.
+
+    Args:
+        num_params: of the model.
+        kv_bytes_per_token: keys and values of all layers.
+        bandwidth: bytes per second.
+        flops: floating-point operations per second, at the weights' precision.
+        bytes_per_param: 2 for half precision.
+        efficiency: the part of `flops` that matrix products reach.
+        overhead_s: what a step costs beyond.
+
+    >>> a100 = dict(bandwidth=1.555e12, flops=312e12)
+    >>> cost = RooflineCost(num_params=12.85e9, kv_bytes_per_token=819_200, **a100)
+    >>> round(cost.seconds(num_tokens=8, context_tokens=8 * 600), 4)
+    0.0211
+    """
+
+    num_params: float
+    kv_bytes_per_token: float
+    bandwidth: float
+    flops: float
+    bytes_per_param: float = 2.0
+    efficiency: float = 0.6
+    overhead_s: float = 0.002
+
+    def seconds(self, num_tokens: int, context_tokens: int) -> float:
+        """Of a step that computes `num_tokens` over rows whose contexts add up to `context_tokens`."""
+        weights = self.num_params * self.bytes_per_param / self.bandwidth
+        compute = 2 * self.num_params * num_tokens / (self.efficiency * self.flops)
+        return self.overhead_s + max(weights, compute) + context_tokens * self.kv_bytes_per_token / self.bandwidth
+
+    def __call__(self, out: SchedulerOutput) -> float:
+        """Of the rows of `out`."""
+        return self.seconds(out.num_tokens, sum(row.start + row.num_tokens for row in out.rows))
+
+
+class SimulatedRunner(ModelRunner):
+    """A runner without a model, for tests, for policies in the making, and for simulation.
+
+    The token it samples is a fixed function of all tokens before it and of the sample's index, so that every policy
+    must give the same output. In place of keys and values, each slot of its KV memory holds a tag: a hash of the
+    tokens up to that position, with the token, the position and the sequence that wrote it. A row that reads a slot
+    which does not hold its own context raises InvariantError, naming both.
+
+    Args:
+        geometry: the KV memory's shape.
+        clock: passes by `cost` in each step that has rows. Default: none.
+        cost: seconds of a step. Default: a thousandth.
+        check_kv: False keeps no tags, for long simulations; a wrong block table then goes unnoticed.
+
+    >>> from batchkit import Engine, KVGeometry, PagedAllocator, PagedScheduler, SamplingParams, SimulatedRunner
+    >>> geometry = KVGeometry(num_blocks=8, block_size=4, max_model_len=32, vocab_size=100)
+    >>> engine = Engine(SimulatedRunner(geometry), PagedScheduler(PagedAllocator(8, 4)))
+    >>> [len(out.token_ids) for out in engine.generate([[1, 2, 3], [4]], SamplingParams(max_tokens=5))]
+    [5, 5]
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        *,
+        clock: VirtualClock | None = None,
+        cost: Callable[[SchedulerOutput], float] | None = None,
+        check_kv: bool = True,
+    ) -> None:
+        self._geometry = geometry
+        self._clock = clock
+        self._cost = cost
+        self._check_kv = check_kv
+        self._tags: dict[str, list[list[int | None]]] = {}
+        self._names: dict[str, list[list[str]]] = {}
+        if check_kv:
+            for place, blocks in (("device", geometry.num_blocks), ("host", geometry.host_blocks)):
+                self._tags[place] = [[None] * geometry.block_size for _ in range(blocks)]
+                self._names[place] = [["nothing was ever written"] * geometry.block_size for _ in range(blocks)]
+        # The hash of each prefix of a sequence, kept because rows carry new tokens only; rebuilt from the row if absent.
+        self._prefixes: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
+        self._max_prefixes = 4096
+
+    @property
+    @override
+    def geometry(self) -> KVGeometry:
+        return self._geometry
+
+    @override
+    def execute(self, out: SchedulerOutput) -> SamplerOutput:
+        rows = tuple([self._row(row) for row in out.rows])
+        if self._clock is not None:
+            self._clock.advance(self._cost(out) if self._cost is not None else 1e-3)
+        return SamplerOutput(rows)
+
+    def _row(self, row: ScheduledSequence) -> RowResult:
+        end = row.start + row.num_tokens
+        prefixes = self._prefix_hashes(row, end)
+        if self._check_kv:
+            self._read(row, prefixes)
+            self._write(row, prefixes, end)
+        if not row.samples:
+            return RowResult()
+        return RowResult((_mix(prefixes[end - 1], row.sample_index) % self._geometry.vocab_size,))
+
+    def _prefix_hashes(self, row: ScheduledSequence, end: int) -> list[int]:
+        key = (row.seq_id, row.row)
+        known = self._prefixes.get(key)
+        if known is None:
+            known = self._prefixes[key] = []
+            if len(self._prefixes) > self._max_prefixes:
+                self._prefixes.popitem(last=False)
+        else:
+            self._prefixes.move_to_end(key)
+        if len(known) < end:
+            prompt = row.request.prompt_token_ids
+            state = known[-1] if known else 0
+            for position in range(len(known), end):
+                in_output = position - len(prompt)
+                state = _mix(state, prompt[position] if in_output < 0 else row.output_ids[in_output])
+                known.append(state)
+        return known
+
+    def _read(self, row: ScheduledSequence, prefixes: list[int]) -> None:
+        size, tags = self._geometry.block_size, self._tags["device"]
+        for first in range(0, row.start, size):
+            count = min(size, row.start - first)
+            block = row.blocks[first // size]
+            if tags[block][:count] != prefixes[first : first + count]:
+                bad = next(i for i in range(count) if tags[block][i] != prefixes[first + i])
+                raise InvariantError(
+                    f"request {row.request.id!r} (sequence {row.seq_id}) reads position {first + bad} from slot {bad} of "
+                    f"block {block}, where {self._names['device'][block][bad]}"
+                )
+
+    def _write(self, row: ScheduledSequence, prefixes: list[int], end: int) -> None:
+        size, tags, names = self._geometry.block_size, self._tags["device"], self._names["device"]
+        if end > len(row.blocks) * size:
+            raise InvariantError(
+                f"request {row.request.id!r} (sequence {row.seq_id}) writes up to position {end - 1}, "
+                f"its {len(row.blocks)} blocks of {size} tokens end before"
+            )
+        for position, token in zip(range(row.start, end), row.token_ids, strict=True):
+            block, slot = row.blocks[position // size], position % size
+            tags[block][slot] = prefixes[position]
+            names[block][slot] = (
+                f"sequence {row.seq_id} of request {row.request.id!r} wrote token {token} at position {position}"
+            )
+
+    @override
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        if not self._check_kv:
+            return
+        ways = {"copy": ("device", "device"), "swap_out": ("device", "host"), "swap_in": ("host", "device")}
+        for copy in copies:
+            source, target = ways[copy.kind]
+            self._tags[target][copy.target] = list(self._tags[source][copy.source])
+            self._names[target][copy.target] = list(self._names[source][copy.source])
+
+    @override
+    def drop_caches(self) -> None:
+        self._prefixes.clear()
+
+    @override
+    def close(self) -> None:
+        self._tags.clear()
+        self._names.clear()
+        self._prefixes.clear()
+
+
+class TrueLengths(ModelRunner):
+    """Ends each sequence where its workload record says it really ended, whatever ``max_tokens`` declared.
+
+    A policy sees ``max_tokens`` and reserves by it; what happens is another number. This wrapper, around a simulated
+    or a real runner alike, replaces the last token by one that ends the request, and any earlier such token by one
+    that does not. The request needs something that ends it: an EOS token, or a stop token id.
+
+    Args:
+        runner: computes.
+        output_tokens: how many tokens a request gives in all; None leaves it alone. Default: what
+            `WorkloadRecord` puts into the request's metadata.
+    """
+
+    def __init__(self, runner: ModelRunner, output_tokens: Callable[[Request], int | None] | None = None) -> None:
+        self._runner = runner
+        self._output_tokens = output_tokens or (lambda request: request.metadata.get("output_tokens"))
+
+    @property
+    @override
+    def geometry(self) -> KVGeometry:
+        return self._runner.geometry
+
+    @override
+    def execute(self, out: SchedulerOutput) -> SamplerOutput:
+        got = self._runner.execute(out)
+        rows = [self._end(row, result) for row, result in zip(out.rows, got.rows, strict=True)]
+        return replace(got, rows=tuple(rows))
+
+    def _end(self, row: ScheduledSequence, result: RowResult) -> RowResult:
+        length = self._output_tokens(row.request)
+        if length is None or not result.token_ids:
+            return result
+        stops = row.request.stop_token_ids
+        if row.num_output + 1 >= length and length < row.request.max_tokens:
+            if not stops:
+                return replace(result, error=f"no token ends request {row.request.id!r} after {length} tokens")
+            return replace(result, token_ids=(min(stops),))
+        if result.token_ids[0] not in stops:
+            return result
+        return replace(result, token_ids=(next(t for t in range(len(stops) + 1) if t not in stops),))
+
+    @override
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        self._runner.copy_blocks(copies)
+
+    @override
+    def drop_caches(self) -> None:
+        self._runner.drop_caches()
+
+    @override
+    def weights_changed(self) -> None:
+        self._runner.weights_changed()
+
+    @override
+    def close(self) -> None:
+        self._runner.close()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkloadRecord:
+    """One request of a workload: what is declared, what really happens, and what is guessed.
+
+    Args:
+        prompt: token ids, or how many; random ones are then made.
+        max_tokens: declared: what reservation and admission see.
+        output_tokens: what really happens, under a `TrueLengths` runner. Default: `max_tokens`.
+        predicted: a guess of `output_tokens` that a policy may read as ``request.length_hint``.
+        arrival: seconds from the start.
+        priority, metadata: see `Request`.
+    """
+
+    prompt: int | Sequence[int]
+    max_tokens: int
+    output_tokens: int | None = None
+    predicted: int | None = None
+    arrival: float = 0.0
+    priority: int = 0
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.output_tokens is not None and not 1 <= self.output_tokens <= self.max_tokens:
+            raise ValueError(
+                f"output_tokens must be between 1 and max_tokens ({self.max_tokens}), got {self.output_tokens}"
+            )
+
+
+class _Engine(Protocol):
+    """What `simulate` needs of an engine."""
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def geometry(self) -> KVGeometry: ...
+    def add_request(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: int,
+        arrival: float,
+        length_hint: int | None,
+        metadata: Mapping[str, Any],
+    ) -> str: ...
+    def step(self) -> list[RequestOutput]: ...
+    def wait(self, until: float | None = None) -> None: ...
+    def has_unfinished(self) -> bool: ...
+
+
+def simulate(engine: _Engine, records: Iterable[WorkloadRecord], *, seed: int = 0) -> list[RequestOutput]:
+    """Replay a workload: add each request when it is due, step until all have ended.
+
+    Works on any engine; with a `VirtualClock` it takes as long as the bookkeeping takes, with a real clock as long as
+    the workload. Greedy; the model's EOS tokens are not masked, see `TrueLengths`.
+
+    Args:
+        engine: without other requests.
+        records: in any order.
+        seed: of the prompts that are given as a length.
+
+    Returns:
+        The final outputs, in the order of `records`.
+    """
+    clock, vocab_size = engine.clock, engine.geometry.vocab_size
+    start = clock()
+    rng = random.Random(seed)
+    todo = [(record, _prompt(record, rng, vocab_size)) for record in records]
+    due: Iterator[int] = iter(sorted(range(len(todo)), key=lambda index: todo[index][0].arrival))
+    coming = next(due, None)
+    results: dict[int, RequestOutput] = {}
+    indices: dict[str, int] = {}
+    while coming is not None or engine.has_unfinished():
+        while coming is not None and start + todo[coming][0].arrival <= clock():
+            record, prompt = todo[coming]
+            request_id = engine.add_request(
+                prompt,
+                SamplingParams(temperature=0, max_tokens=record.max_tokens, detokenize=False),
+                priority=record.priority,
+                arrival=start + record.arrival,
+                length_hint=record.predicted,
+                metadata={**record.metadata, "output_tokens": record.output_tokens or record.max_tokens},
+            )
+            indices[request_id] = coming
+            coming = next(due, None)
+        arrival = None if coming is None else start + todo[coming][0].arrival
+        if not engine.has_unfinished():
+            assert arrival is not None
+            clock.sleep_until(arrival)
+            continue
+        for output in engine.step():
+            if output.finished:
+                results[indices.pop(output.request_id)] = output
+        engine.wait(arrival)
+    return [results[index] for index in range(len(todo))]
+
+
+def _prompt(record: WorkloadRecord, rng: random.Random, vocab_size: int) -> Sequence[int]:
+    if not isinstance(record.prompt, int):
+        return record.prompt
+    if record.prompt < 1:
+        raise ValueError(f"a prompt needs at least 1 token, got {record.prompt}")
+    return [rng.randrange(vocab_size) for _ in range(record.prompt)]
