@@ -10,6 +10,7 @@ from .clocks import Clock, MonotonicClock, VirtualClock
 from .engine import Engine
 from .errors import (
     BatchkitError,
+    ConformanceError,
     DuplicateRequest,
     EngineBusy,
     EngineClosed,
@@ -67,6 +68,7 @@ __all__ = [
     "ChunkedPrefillScheduler",
     "Clock",
     "Completion",
+    "ConformanceError",
     "ContiguousAllocator",
     "DuplicateRequest",
     "DynamicScheduler",

@@ -195,6 +195,8 @@ class PagedAllocator(BlockAllocator):
         reserve: int = 0,
     ) -> tuple[BlockCopy, ...] | None:
         table = self._tables.get(seq_id, ())
+        if num_tokens <= len(table) * self.block_size and not reserve and not hit and rows == 1:
+            return ()  # most decode steps
         need = self._blocks_for(num_tokens, reserve, rows, hit) - len(table)
         if need > 0:
             free = self._free

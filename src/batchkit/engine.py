@@ -85,6 +85,7 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "Prompt"]
 
 logger = logging.getLogger("batchkit")
+logger.addHandler(logging.NullHandler())  # what is shown is the host program's choice
 
 Prompt = str | ListLike[int]
 """Text, or token ids."""

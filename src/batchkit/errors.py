@@ -16,7 +16,8 @@
     |   `-- KVLost                       the KV cache no longer holds what was written to it
     |-- UnsupportedModel (ValueError)    a model that cannot be bound, with every reason
     |-- OutOfKVMemory (ValueError)       not even one KV block fits in the memory given
-    `-- InvariantError (AssertionError)  a check() found broken books: a bug in batchkit or in a part plugged into it
+    |-- InvariantError (AssertionError)  a check() found broken books: a bug in batchkit or in a part plugged into it
+    `-- ConformanceError (AssertionError) batchkit.testing found a part that breaks a rule of its interface
 
 Mistakes in the arguments of constructors raise plain ``ValueError`` or ``TypeError``.
 """
@@ -93,3 +94,15 @@ class OutOfKVMemory(BatchkitError, ValueError):
 
 class InvariantError(BatchkitError, AssertionError):
     """A check() found books that do not balance; the message prints them."""
+
+
+class ConformanceError(BatchkitError, AssertionError):
+    """`batchkit.testing` found a part that breaks a rule of its interface.
+
+    Attributes:
+        rule: the rule, in one sentence.
+    """
+
+    def __init__(self, part: str, rule: str, details: str) -> None:
+        self.rule = rule
+        super().__init__(f"{part} breaks a rule: {rule}. {details}")

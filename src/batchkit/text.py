@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from os.path import commonprefix
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -78,19 +77,20 @@ class IncrementalDecoder:
         skip_special_tokens: leave special tokens out.
     """
 
-    __slots__ = ("_context", "_context_text", "_head", "_pending", "_sent", "_skip", "_stream", "_tokenizer")
+    __slots__ = ("_base", "_context", "_head", "_pending", "_sent", "_skip", "_stream", "_tokenizer", "_undecided")
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._context: list[int] = []
-        self._context_text: str | None = ""  # None: not decoded yet
-        self._pending: list[int] = []  # tokens after the context, whose text is not complete
-        self._sent = 0  # characters of their text that were returned
-        self._head = ""  # what the prompt's part of them looked like before the output
-        self._stream: TextStream | None = None
+        self._undecided = 0  # marks at the end of its text that may still become a character, counted as pending
+        self._base: str | None = None  # its text without them; None: not decoded yet
+        self._pending: list[int] = []  # the tokens after it
+        self._sent = 0  # how much of the pending text was returned
+        self._head = ""  # the pending text that is the prompt's
         self._prime(prompt_ids)
-        if not self._pending and isinstance(tokenizer, StreamingTokenizer):
+        self._stream: TextStream | None = None
+        if not self._undecided and isinstance(tokenizer, StreamingTokenizer):
             self._stream = tokenizer.decode_stream(self._context, skip_special_tokens)
 
     def step(self, token_id: int) -> str:
@@ -106,27 +106,22 @@ class IncrementalDecoder:
                 piece = piece[self._sent :]
                 self._move_context(self._pending)
                 return piece
-        text = self._text_of(self._pending)
-        start = self._start(text)
-        end = len(text)
-        while end and text[end - 1] == _MARK and len(text) - end < _MAX_MARKS:
-            end -= 1
+        text = self._text()
+        start, end = self._start(text), _decided(text)
         if text and end == len(text):
-            self._move_context(self._pending)
+            # Behind a context that ends within a character, the pending tokens alone would start within it.
+            self._move_context(self._context + self._pending if self._undecided else self._pending)
             self._stream = None  # it would give this text once more
         else:
             self._sent = max(start, end)
             if len(self._pending) >= _MAX_PENDING:
-                end = self._shorten(text)
+                self._shorten(text, end)
         return text[start:end]
 
     def finish(self) -> str:
         """The text of what is incomplete. Nothing may follow."""
-        text = self._text_of(self._pending) if self._pending else ""
-        text = text[self._start(text) :]
-        self._pending = []
-        self._sent = 0
-        return text
+        text = self._text() if self._pending else ""
+        return text[self._start(text) :]
 
     def _prime(self, prompt_ids: Sequence[int]) -> None:
         size = _PROMPT_TOKENS
@@ -136,65 +131,56 @@ class IncrementalDecoder:
             if size >= len(prompt_ids) or (text and text[0] != _MARK):
                 break
             size *= 4
-        while context and text[-1:] == _MARK and len(self._pending) <= _MAX_MARKS:
-            self._pending.insert(0, context.pop())
-            text = self._decode(context)
-        self._context, self._context_text = context, text
-        if self._pending:
-            self._head = self._text_of(self._pending)
-            self._sent = len(self._head)
+        end = _decided(text)
+        self._move_context(context if text else [], len(text) - end)
+        self._head = text[end:]
+        self._sent = len(self._head)
+
+    def _text(self) -> str:
+        """The pending text."""
+        if self._base is None:
+            text = self._decode(self._context)
+            self._base = text[: len(text) - self._undecided]
+        text = self._decode(self._context + self._pending)
+        if text.startswith(self._base):
+            return text[len(self._base) :]
+        return self._decode(self._pending)  # the tokens change the text before them, which stays as it is
 
     def _start(self, text: str) -> int:
-        """Where the text of the pending tokens goes on after what was returned."""
+        """Where the pending text goes on after what was returned."""
         if self._head and not text.startswith(self._head):  # the output completed a character of the prompt
-            self._sent = len(commonprefix((self._head, text)))
+            self._sent = 0
+            while text[self._sent : self._sent + 1] == self._head[self._sent]:
+                self._sent += 1
             self._head = ""
         return self._sent
 
-    def _shorten(self, text: str) -> int:
-        """Make context of the oldest pending tokens, to bound their number; returns how much of `text` is then out."""
-        pending = self._pending
-        # Four tokens stay, so that no undecided character is cut. Within a decided one, the texts do not add up.
-        for size in range(len(pending) - 4, 0, -1):
-            old = pending[:size]
-            old_text = self._text_of(old)
-            # Tokens without text would be no context: the space before a word would be lost behind them.
-            context = old if old_text else self._context
-            if old_text + self._text_of(pending[size:], context) == text:
-                sent = max(self._sent, len(old_text))
-                if old_text:
-                    self._move_context(old)
-                self._pending = pending[size:]
-                self._sent = sent - len(old_text)
-                break
+    def _shorten(self, text: str, end: int) -> None:
+        """Bound the number of pending tokens, of whose text so much is decided and was returned."""
+        if self._decode(self._pending):
+            sent = self._sent - end
+            self._move_context(self._pending, len(text) - end)
+            self._sent = sent
         else:
-            sent = len(text)
-            self._move_context(pending)
+            self._pending = []  # as context they would not do: the space before a word would be lost behind them
         self._stream = None  # it still has the tokens that were just let go
-        return sent
 
-    def _move_context(self, token_ids: list[int]) -> None:
-        self._context, self._context_text = token_ids, None
+    def _move_context(self, token_ids: list[int], undecided: int = 0) -> None:
+        self._context, self._undecided, self._base = token_ids, undecided, None
         self._pending = []
         self._sent = 0
         self._head = ""
 
-    def _text_of(self, token_ids: list[int], context: list[int] | None = None) -> str:
-        """The text of the tokens behind a context, by default the present one."""
-        if context is None or context is self._context:
-            context = self._context
-            if self._context_text is None:
-                self._context_text = self._decode(context)
-            context_text = self._context_text
-        else:
-            context_text = self._decode(context)
-        text = self._decode(context + token_ids)
-        if text.startswith(context_text):
-            return text[len(context_text) :]
-        return self._decode(token_ids)  # they change the text before them, which stays as it is
-
     def _decode(self, token_ids: list[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+
+def _decided(text: str) -> int:
+    """The length of the text without the marks at its end that may still become a character."""
+    end = len(text)
+    while end and text[end - 1] == _MARK and len(text) - end < _MAX_MARKS:
+        end -= 1
+    return end
 
 
 class _StopString:

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 __all__ = [
     "BlockCopy",
@@ -195,9 +195,10 @@ class KVGeometry:
             raise ValueError(f"host_blocks must be at least 0, got {self.host_blocks}")
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """One row of a step: values only, so that a step can run again, later, or in another process.
+
+    A named tuple because hundreds are made in every step, in a fifth of the time that a frozen dataclass takes.
 
     ::
 

@@ -1,0 +1,36 @@
+"""Attention over the KV pool: the protocol in `base`, one implementation per module beside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...errors import UnsupportedModel
+from .reference import ReferenceBackend
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .base import AttentionBackend, LayerSpec
+
+__all__ = ["choose_backend"]
+
+
+def choose_backend(wanted: AttentionBackend | str | None, layers: Sequence[LayerSpec], model: str) -> AttentionBackend:
+    """The backend for these layers.
+
+    Args:
+        wanted: a backend, its name, or None for the best that supports the layers.
+        layers: from the probe.
+        model: the model's name, for messages.
+
+    Raises:
+        ValueError: no backend has this name.
+        UnsupportedModel: the backend wanted does not support the layers, with every reason.
+    """
+    if isinstance(wanted, str) and wanted != ReferenceBackend.name:
+        raise ValueError(f"attention must be a backend or {ReferenceBackend.name!r}, got {wanted!r}")
+    backend = ReferenceBackend() if wanted is None or isinstance(wanted, str) else wanted
+    reasons = backend.unsupported_reasons(layers)
+    if reasons:
+        raise UnsupportedModel(model, [f"attention backend {backend.name}: {reason}" for reason in reasons])
+    return backend

@@ -1,0 +1,113 @@
+"""What an attention backend is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from ..batch import Batch
+
+__all__ = ["AttentionBackend", "LayerKV", "LayerSpec"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One attention layer as the probe saw it.
+
+    Attributes:
+        index: counts the attention calls of a forward pass from 0.
+        num_heads: query heads.
+        num_kv_heads: K and V heads; divides `num_heads`.
+        key_dim: width of a query and key head.
+        value_dim: width of a value head; another one in multi-head latent attention.
+        dtype: of K and V.
+        device: where the layer computes, and where its KV lives.
+        window: a query sees this many of the latest positions, its own among them; None sees all.
+        softcap: scores are bounded smoothly to plus and minus this; None leaves them.
+        has_sinks: every head has one more score that takes weight and gives no value.
+    """
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKV:
+    """One layer's pool. Heads come first, so that a head's consecutive tokens are consecutive in memory.
+
+    Slots are ``block * block_size + offset``. One block more than the pool gives out stands at the end and is always
+    zero: padding of block tables points to it, since any other block may hold NaN.
+
+    Attributes:
+        key: [num_kv_heads, slots, key_dim].
+        value: [num_kv_heads, slots, value_dim].
+        block_size: tokens per block.
+        zero_block: the number of the block of zeros.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    block_size: int
+    zero_block: int
+
+
+class AttentionBackend(Protocol):
+    """Computes attention of a step's rows over the pool. Holds no state that a result depends on."""
+
+    name: str
+
+    def unsupported_reasons(self, layers: Sequence[LayerSpec]) -> list[str]:
+        """Everything about these layers that it cannot compute right; empty if nothing."""
+        ...
+
+    def plan(self, batch: Batch) -> Any:
+        """What all layers of one step share. Called once per step; handed back to each `attend`."""
+        ...
+
+    def attend(
+        self,
+        layer: LayerSpec,
+        kv: LayerKV,
+        plan: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Attention of one layer.
+
+        The step's K and V are in the pool already and are handed over packed as well, for rows that need nothing else.
+
+        Args:
+            layer: the layer.
+            kv: its pool.
+            plan: what `plan` returned for this step.
+            query: [T, num_heads, key_dim].
+            key: [T, num_kv_heads, key_dim].
+            value: [T, num_kv_heads, value_dim].
+            scaling: factor of the scores; None is ``key_dim ** -0.5``.
+            sinks: [num_heads], if the layer has sinks.
+
+        Returns:
+            [T, num_heads, value_dim].
+        """
+        ...
+
+    def drop_caches(self) -> None:
+        """Free whatever can be made again."""
+        ...

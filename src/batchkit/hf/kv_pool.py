@@ -1,0 +1,274 @@
+"""The KV memory: a flat pool of slots per layer, a host pool for swapping, and how large they may be."""
+
+from __future__ import annotations
+
+import re
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import OutOfKVMemory
+from .backends.base import LayerKV
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from ..types import BlockCopy
+    from .backends.base import LayerSpec
+
+__all__ = ["KVPool", "block_bytes", "free_memory", "num_blocks_for", "parse_bytes"]
+
+_UNITS = {"": 1, "b": 1} | {
+    prefix + suffix: base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+
+
+def parse_bytes(name: str, value: int | str) -> int:
+    """A number of bytes from an integer or from text such as ``"2GiB"``, ``"500MB"`` or ``"1.5 GiB"``.
+
+    Args:
+        name: of the argument, for messages.
+        value: kB, MB, GB, TB are powers of 1000; KiB, MiB, GiB, TiB powers of 1024. Case does not matter.
+
+    Raises:
+        TypeError: neither an integer nor text.
+        ValueError: text that is no size, or a size below 1 byte.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f'{name} must be a number of bytes or text such as "2GiB", got {value!r}')
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+        unit = _UNITS.get(match[2].lower()) if match else None
+        if match is None or unit is None:
+            raise ValueError(f'{name} must be a number of bytes or text such as "2GiB" or "500MB", got {value!r}')
+        size = int(float(match[1]) * unit)
+    else:
+        size = value
+    if size < 1:
+        raise ValueError(f"{name} must be at least 1 byte, got {value!r}")
+    return size
+
+
+def block_bytes(layers: Sequence[LayerSpec], block_size: int) -> dict[torch.device, int]:
+    """Bytes of one KV block, K and V of all layers together, on each device."""
+    total: dict[torch.device, int] = {}
+    for layer in layers:
+        slot = layer.num_kv_heads * (layer.key_dim + layer.value_dim) * layer.dtype.itemsize
+        total[layer.device] = total.get(layer.device, 0) + slot * block_size
+    return total
+
+
+def free_memory(device: torch.device, *, root: Path = Path("/")) -> int | None:
+    """Bytes that can really be had on `device` now; None if that cannot be found out.
+
+    For the host that is the least of what the system has available and of what the container's limits leave (control
+    groups, both versions; page cache that can be dropped counts as free). On MPS it is what the driver recommends.
+
+    Args:
+        device: where.
+        root: of the file system, for tests.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    if device.type != "cpu":
+        return None
+    found = [size for size in (_available(root), *_group_limits(root)) if size is not None]
+    return max(min(found), 0) if found else None
+
+
+def _available(root: Path) -> int | None:
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    return int(match[1]) * 1024 if match else None
+
+
+def _group_limits(root: Path) -> Iterator[int]:
+    """What each control group that this process is in, and each group above, leaves of its limit."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        # Within a container the path may be the one outside; then only the top of the tree exists.
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            limit, used = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
+            if limit.isdecimal() and used.isdecimal():
+                cache = re.search(rf"^{names[2]} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
+                yield int(limit) - int(used) + (int(cache[1]) if cache else 0)
+            if folder == top:
+                break
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def num_blocks_for(
+    layers: Sequence[LayerSpec],
+    *,
+    block_size: int,
+    kv_memory: int | str | None,
+    num_kv_blocks: int | None,
+    max_blocks: int,
+) -> int:
+    """How many KV blocks to have.
+
+    Args:
+        layers: from the probe.
+        block_size: tokens per block.
+        kv_memory: bytes for all devices together, or text as `parse_bytes` takes it.
+        num_kv_blocks: the number itself.
+        max_blocks: as many as can ever be used. Bounds the default, which is half of the memory that is free on every
+            device involved; a number or size that the caller gave is taken as it is.
+
+    Raises:
+        ValueError: both given, or a number below 1.
+        OutOfKVMemory: not one block fits.
+    """
+    if kv_memory is not None and num_kv_blocks is not None:
+        raise ValueError(f"give kv_memory or num_kv_blocks, not both (got {kv_memory!r} and {num_kv_blocks!r})")
+    if num_kv_blocks is not None:
+        if isinstance(num_kv_blocks, bool) or not isinstance(num_kv_blocks, int):
+            raise TypeError(f"num_kv_blocks must be an integer, got {num_kv_blocks!r}")
+        if num_kv_blocks < 1:
+            raise ValueError(f"num_kv_blocks must be at least 1, got {num_kv_blocks}")
+        return num_kv_blocks
+    sizes = block_bytes(layers, block_size)
+    each = sum(sizes.values())
+    if kv_memory is not None:
+        given = parse_bytes("kv_memory", kv_memory)
+        if given < each:
+            raise OutOfKVMemory(
+                f"kv_memory is {given:,} bytes, but one KV block of {block_size} tokens takes {each:,} bytes"
+            )
+        return given // each
+    count = max_blocks
+    for device, size in sizes.items():
+        free = free_memory(device)
+        if free is None:
+            continue
+        if free // 2 < size:
+            raise OutOfKVMemory(
+                f"{free:,} bytes are free on {device}; half of it is less than one KV block of {block_size} tokens, "
+                f"{size:,} bytes"
+            )
+        count = min(count, free // 2 // size)
+    return count
+
+
+class KVPool:
+    """K and V of all layers, on the device and in host memory.
+
+    Memory is reserved and not touched: on systems that commit memory late it costs nothing before it is written.
+
+    Args:
+        layers: from the probe; each layer's KV lives where the layer computes.
+        num_blocks: KV blocks on the device. One more is allocated, see `LayerKV`.
+        block_size: tokens per block.
+        host_blocks: KV blocks in host memory.
+
+    Raises:
+        OutOfKVMemory: the memory cannot be had.
+    """
+
+    def __init__(self, layers: Sequence[LayerSpec], *, num_blocks: int, block_size: int, host_blocks: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.host_blocks = host_blocks
+        self.layers: list[LayerKV] = []
+        each = sum(block_bytes(layers, block_size).values())
+        try:
+            for layer in layers:
+                slots = (num_blocks + 1) * block_size
+                key, value = (
+                    torch.empty((layer.num_kv_heads, slots, width), dtype=layer.dtype, device=layer.device)
+                    for width in (layer.key_dim, layer.value_dim)
+                )
+                self.layers.append(LayerKV(key, value, block_size, num_blocks))
+            self._pools = [self._by_block(pool) for kv in self.layers for pool in (kv.key, kv.value)]
+            for pool in self._pools:
+                pool[:, num_blocks:].zero_()
+        except RuntimeError as error:
+            raise OutOfKVMemory(_refused("KV blocks", num_blocks + 1, each, error)) from error
+        try:
+            # Copies from and to pinned memory are several times faster.
+            self._host = [
+                torch.empty(
+                    (pool.shape[0], host_blocks, pool.shape[2]),
+                    dtype=pool.dtype,
+                    device="cpu",
+                    pin_memory=pool.device.type == "cuda" and host_blocks > 0,
+                )
+                for pool in self._pools
+            ]
+        except RuntimeError as error:
+            raise OutOfKVMemory(_refused("host blocks", host_blocks, each, error)) from error
+
+    def _by_block(self, pool: torch.Tensor) -> torch.Tensor:
+        """[heads, slots, width] -> [heads, blocks, block_size * width], the same memory."""
+        return pool.view(pool.shape[0], -1, self.block_size * pool.shape[2])
+
+    def fill(self, value: float) -> None:
+        """Overwrite every block on the device and in host memory. For tests: no result may depend on it."""
+        for pool in self._pools:
+            pool[:, : self.num_blocks].fill_(value)
+        for pool in self._host:
+            pool.fill_(value)
+
+    @torch.inference_mode()
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks in the order given.
+
+        Neighbours of one kind are made together as long as none reads or overwrites what another has written.
+
+        Raises:
+            ValueError: a block number that does not exist. Nothing has been copied.
+        """
+        limits = {"copy": (self.num_blocks,) * 2, "swap_out": (self.num_blocks, self.host_blocks)}
+        limits["swap_in"] = limits["swap_out"][::-1]
+        for copy in copies:
+            sources, targets = limits[copy.kind]
+            if not (0 <= copy.source < sources and 0 <= copy.target < targets):
+                raise ValueError(
+                    f"{copy} with {self.num_blocks} blocks on the device and {self.host_blocks} on the host"
+                )
+        for kind, run in groupby(copies, lambda copy: copy.kind):
+            read = self._host if kind == "swap_in" else self._pools
+            write = self._host if kind == "swap_out" else self._pools
+            for part in _independent(run, within=kind == "copy"):
+                sources_of = torch.tensor([copy.source for copy in part])
+                targets_of = torch.tensor([copy.target for copy in part])
+                for origin, goal in zip(read, write, strict=True):
+                    moved = origin.index_select(1, sources_of.to(origin.device)).to(goal.device)
+                    goal.index_copy_(1, targets_of.to(goal.device), moved)
+
+
+def _refused(what: str, count: int, each: int, error: RuntimeError) -> str:
+    return f"cannot allocate {count:,} {what} of {each:,} bytes, {count * each:,} bytes in all: {error}"
+
+
+def _independent(copies: Iterator[BlockCopy], *, within: bool) -> Iterator[list[BlockCopy]]:
+    """Runs that may be made at once: no target twice and, `within` one pool, no source that was a target."""
+    part: list[BlockCopy] = []
+    written: set[int] = set()
+    for copy in copies:
+        if copy.target in written or (within and copy.source in written):
+            yield part
+            part, written = [], set()
+        part.append(copy)
+        written.add(copy.target)
+    if part:
+        yield part

@@ -1,0 +1,278 @@
+"""Runs a causal language model of transformers over the paged KV pool."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from typing_extensions import override
+
+from ..errors import EngineClosed, RunnerOutOfMemory
+from ..runner import ModelRunner
+from ..types import KVGeometry, RowResult, SamplerOutput
+from .attention import StepContext, bind
+from .backends import choose_backend
+from .batch import BatchBuilder
+from .kv_pool import KVPool, block_bytes, num_blocks_for, parse_bytes
+from .sampler import sample
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+    from ..types import BlockCopy, ScheduledSequence, SchedulerOutput
+    from .attention import BoundModel
+    from .backends.base import AttentionBackend
+    from .batch import Batch, IntArray
+
+__all__ = ["TransformersRunner", "eos_token_ids", "model_len"]
+
+_BLOCK_SIZE = 16
+
+
+class TransformersRunner(ModelRunner):
+    """Any causal language model of transformers that passes the probe (`batchkit.hf.attention.bind`).
+
+    The caller's model is not taken over: the runner has a clone of its structure that shares its weights. The original
+    keeps its attention, mode, configuration, hooks and gradients, and can be run, trained and saved at any time, though
+    not from another thread during a step. Weights that the caller changes in place are used from the next step on.
+
+    Args:
+        model: a model of transformers.
+        kv_memory: KV memory on the device, in bytes or as text such as ``"2GiB"``. Default: the smaller of half the
+            memory that is free and what `max_num_seqs` sequences of full length can use. It is not touched before use.
+        num_kv_blocks: the number of KV blocks, instead of `kv_memory`.
+        block_size: tokens per KV block; 16 by default.
+        max_model_len: the most tokens of prompt and output together; at most, and by default, what the model can take.
+        max_num_seqs: sequences that are expected to run at once; only the default of `kv_memory` depends on it.
+        swap_memory: KV memory on the host for swapping, in bytes or as text. Default: none.
+        attention: a backend, or its name: ``"reference"``. Default: the best that supports the model.
+
+    Raises:
+        UnsupportedModel: the model cannot be computed right, with every reason.
+        OutOfKVMemory: not one KV block fits, or the memory cannot be had.
+        ValueError, TypeError: an argument that makes no sense.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        kv_memory: int | str | None = None,
+        num_kv_blocks: int | None = None,
+        block_size: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        swap_memory: int | str | None = None,
+        attention: AttentionBackend | str | None = None,
+    ) -> None:
+        size = _BLOCK_SIZE if block_size is None else block_size
+        for name, value in (("block_size", size), ("max_num_seqs", max_num_seqs)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        bound = bind(model)
+        layers = list(bound.layers.values())
+        length = model_len(bound.model.config, max_model_len)
+        backend = choose_backend(attention, layers, type(model).__name__)
+        num_blocks = num_blocks_for(
+            layers,
+            block_size=size,
+            kv_memory=kv_memory,
+            num_kv_blocks=num_kv_blocks,
+            max_blocks=max_num_seqs * -(-length // size),
+        )
+        each = sum(block_bytes(layers, size).values())
+        host_blocks = 0 if swap_memory is None else parse_bytes("swap_memory", swap_memory) // each
+        embeddings = bound.model.get_input_embeddings()
+        self._pool: KVPool | None = KVPool(layers, num_blocks=num_blocks, block_size=size, host_blocks=host_blocks)
+        self._bound: BoundModel | None = bound
+        self._backend: AttentionBackend | None = backend
+        self._device: torch.device = embeddings.weight.device
+        self._builder = BatchBuilder(size)
+        self._geometry = KVGeometry(
+            num_blocks=num_blocks,
+            block_size=size,
+            host_blocks=host_blocks,
+            max_model_len=length,
+            vocab_size=min(bound.num_logits, embeddings.weight.shape[0]),
+            eos_token_ids=eos_token_ids(bound.model),
+        )
+
+    @property
+    @override
+    def geometry(self) -> KVGeometry:
+        return self._geometry
+
+    @override
+    def execute(self, out: SchedulerOutput) -> SamplerOutput:
+        if self._bound is None:
+            raise EngineClosed("the runner is closed")
+        if not out.rows:
+            return SamplerOutput(())
+        try:
+            return self._execute(out.rows)
+        except torch.OutOfMemoryError as error:
+            message = str(error)
+        except RuntimeError as error:
+            # What the allocators of other devices raise has no type of its own.
+            message = str(error)
+            if not any(sign in message for sign in ("DefaultCPUAllocator", "out of memory")):
+                raise
+        # Raised out here, because an exception keeps the frames of its context alive, and their tensors with them.
+        raise RunnerOutOfMemory(f"{len(out.rows)} rows with {out.num_tokens} tokens are too many: {message}")
+
+    def _execute(self, rows: Sequence[ScheduledSequence]) -> SamplerOutput:
+        batch = self._builder.build(rows)
+        longest = int(batch.kv_lens.max())
+        if longest > self._geometry.max_model_len:
+            raise ValueError(f"a row reaches {longest} tokens, and max_model_len is {self._geometry.max_model_len}")
+        # Not under the caller's autocast or gradient mode: a result depends on the rows alone.
+        with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
+            logits = self._forward(batch)
+            sampling = [row for row in rows if row.samples]
+            if not sampling:
+                return SamplerOutput(tuple(RowResult() for _ in rows))
+            return self._sample(logits, rows, sampling)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """Logits of the sampling rows, [number of them, V]; of the last token if there are none."""
+        bound, pool, backend = self._bound, self._pool, self._backend
+        assert bound is not None and pool is not None and backend is not None
+        keep = self._tensor(batch.sampled if len(batch.sampled) else batch.query_starts[-1:] - 1)
+        context = StepContext(bound.layers, pool, backend, backend.plan(batch), self._tensor(batch.slots))
+        arguments: dict[str, Any] = {"logits_to_keep": keep} if bound.keeps_logits else {}
+        logits: torch.Tensor = bound.model(
+            input_ids=self._tensor(batch.input_ids)[None],
+            position_ids=self._tensor(batch.positions)[None],
+            use_cache=False,
+            batchkit=context,
+            **arguments,
+        ).logits[0]
+        return logits if bound.keeps_logits else logits.index_select(0, keep.to(logits.device))
+
+    def _sample(
+        self, logits: torch.Tensor, rows: Sequence[ScheduledSequence], sampling: Sequence[ScheduledSequence]
+    ) -> SamplerOutput:
+        # NaN and plus infinity carry through a maximum; a model may mask tokens with minus infinity.
+        bad = ~torch.isfinite(logits.amax(-1))
+        faulty = torch.empty(bad.shape, dtype=torch.bool, pin_memory=logits.device.type == "cuda")
+        # It arrives before the tokens: reading those is the step's one synchronisation.
+        faulty.copy_(bad, non_blocking=True)
+        timer = _Timer(logits.device)
+        chosen = sample(logits, sampling)
+        sample_s = timer.stop()
+        tokens = iter(zip(chosen, faulty.tolist(), strict=True))
+        results = []
+        for row in rows:
+            if not row.samples:
+                results.append(RowResult())
+                continue
+            token, fault = next(tokens)
+            if fault:
+                at = row.start + row.num_tokens - 1
+                results.append(RowResult(error=f"the model's logits at position {at} are not finite"))
+            else:
+                results.append(RowResult((token,)))
+        return SamplerOutput(tuple(results), sample_s)
+
+    def _tensor(self, array: IntArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    @override
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        if self._pool is None:
+            raise EngineClosed("the runner is closed")
+        self._pool.copy(copies)
+
+    @override
+    def drop_caches(self) -> None:
+        self._builder.drop_caches()
+        if self._backend is not None:
+            self._backend.drop_caches()
+
+    @override
+    def close(self) -> None:
+        self.drop_caches()
+        self._bound = self._pool = self._backend = None
+
+
+class _Timer:
+    """Seconds of work on a device between construction and `stop`.
+
+    On CUDA the host's clock would count the forward pass, which is still running when sampling begins.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        if self._stream is None:
+            self._started = time.perf_counter()
+        else:
+            self._event = self._mark()
+
+    def stop(self) -> float:
+        if self._stream is None:
+            return time.perf_counter() - self._started
+        end = self._mark()
+        end.synchronize()
+        return float(self._event.elapsed_time(end)) / 1000
+
+    def _mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
+
+
+def eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
+    """What ends a text by the model's configuration and its generation configuration together, ascending."""
+    sources = (model.config, model.config.get_text_config(decoder=True), getattr(model, "generation_config", None))
+    found: set[int] = set()
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found.update(ids if isinstance(ids, (list, tuple)) else [] if ids is None else [ids])
+    return tuple(sorted(found))
+
+
+def model_len(config: Any, wanted: int | None = None) -> int:
+    """The most tokens of prompt and output together.
+
+    Models whose rotary frequencies depend on the longest sequence in the batch (RoPE types ``dynamic`` and
+    ``longrope``) are kept to the length up to which they do not: else a neighbour would change a result.
+
+    Args:
+        config: the model's.
+        wanted: by the caller.
+
+    Raises:
+        ValueError: `wanted` exceeds the model's length; or neither says one.
+    """
+    if wanted is not None and (isinstance(wanted, bool) or not isinstance(wanted, int)):
+        raise TypeError(f"max_model_len must be an integer, got {wanted!r}")
+    if wanted is not None and wanted < 1:
+        raise ValueError(f"max_model_len must be at least 1, got {wanted}")
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    why = "the model's max_position_embeddings"
+    for rope in _rope_parameters(text):
+        kind = rope.get("rope_type", "default")
+        if kind == "longrope" or "dynamic" in kind:
+            original = rope.get("original_max_position_embeddings") if kind == "longrope" else None
+            original = original or getattr(text, "original_max_position_embeddings", None) or limit
+            if original is not None and (limit is None or original < limit):
+                limit, why = original, f"the original length of its RoPE type {kind}"
+    if limit is None:
+        if wanted is None:
+            raise ValueError("the model's configuration states no length: give max_model_len")
+        return wanted
+    if wanted is not None and wanted > limit:
+        raise ValueError(f"max_model_len is {wanted}, but {why} is {limit}")
+    return limit if wanted is None else wanted
+
+
+def _rope_parameters(text: Any) -> list[dict[str, Any]]:
+    """RoPE parameters of a configuration; several where layer types have their own."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]

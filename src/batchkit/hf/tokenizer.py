@@ -1,0 +1,85 @@
+"""The adapter for transformers' tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ..text import TextStream
+
+__all__ = ["HFTokenizer"]
+
+
+class _Stream:
+    """A `TextStream` of the tokenizers library."""
+
+    __slots__ = ("_backend", "_stream")
+
+    def __init__(self, backend: Any, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._backend = backend
+        self._stream = DecodeStream(ids=list(prompt_ids), skip_special_tokens=skip_special_tokens)
+
+    def step(self, token_id: int) -> str | None:
+        text: str | None = self._stream.step(self._backend, token_id)
+        return text
+
+
+class HFTokenizer:
+    """A `batchkit.text.Tokenizer` made of a transformers tokenizer, fast or slow.
+
+    ``clean_up_tokenization_spaces`` is never applied: it changes text that a stream has already given.
+
+    Args:
+        inner: the transformers tokenizer. It is used as it is and not changed.
+
+    Attributes:
+        inner: the same.
+    """
+
+    def __init__(self, inner: PreTrainedTokenizerBase) -> None:
+        self.inner: Any = inner
+        special = dict(zip(inner.all_special_tokens, inner.all_special_ids, strict=True))
+        special.update({token.content: id for id, token in inner.added_tokens_decoder.items() if token.special})
+        self._special = special
+        self._backend = self._streaming_backend()
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's end of sequence."""
+        token_id: int | None = self.inner.eos_token_id
+        return token_id
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a prompt, with the special tokens that the tokenizer adds by default."""
+        token_ids: list[int] = self.inner.encode(text)
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the tokens, as they are: without cleaning up spaces."""
+        text: str = self.inner.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def decode_stream(self, prompt_ids: Sequence[int], skip_special_tokens: bool) -> TextStream | None:
+        """A stream of the tokenizers library behind a prompt; None if this tokenizer has none or decodes otherwise."""
+        return None if self._backend is None else _Stream(self._backend, prompt_ids, skip_special_tokens)
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special token with exactly this text."""
+        return self._special.get(text)
+
+    def _streaming_backend(self) -> Any:
+        """The backend, if it is of the tokenizers library and its text is that of the tokenizer itself."""
+        backend = getattr(self.inner, "backend_tokenizer", None)
+        if backend is None:
+            return None
+        # Some classes work on the text after the backend has decoded it; a stream would not.
+        probe = list(range(min(512, len(self.inner))))
+        same = backend.decode(probe, skip_special_tokens=False) == self.decode(probe, skip_special_tokens=False)
+        return backend if same else None
