@@ -216,7 +216,8 @@ class PagedAllocator(BlockAllocator):
         seen = sorted([*self._free, *(block for table in self._tables.values() for block in table)])
         if seen != list(range(self.num_blocks)):
             raise InvariantError(
-                f"each of {self.num_blocks} blocks must be free or in one table: free {self._free}, tables {self._tables}"
+                f"each of {self.num_blocks} blocks must be free or in one table: free {self._free}, "
+                f"tables {self._tables}"
             )
 
 
@@ -320,5 +321,6 @@ class ContiguousAllocator(BlockAllocator):
         free = self.num_blocks - sum(end - first for first, end, _ in held)
         if at > self.num_blocks or held != self._extents or free != self._num_free:
             raise InvariantError(
-                f"{self.num_blocks} blocks, {self._num_free} counted as free, reservations {held}, extents {self._extents}"
+                f"{self.num_blocks} blocks, {self._num_free} counted as free, reservations {held}, "
+                f"extents {self._extents}"
             )

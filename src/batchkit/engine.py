@@ -300,8 +300,10 @@ class Engine:
             swap_memory: host memory for preempted sequences, in bytes or like "1GiB". Default: none, they are
                 recomputed.
             max_model_len: the most tokens of prompt and output together. Default: the model's limit.
-            max_num_seqs, max_tokens_per_step: see `Scheduler`.
-            clock, on_step: see `Engine`.
+            max_num_seqs: see `Scheduler`.
+            max_tokens_per_step: see `Scheduler`.
+            clock: see `Engine`.
+            on_step: see `Engine`.
             scheduler_args: further arguments of the policy's class.
 
         Raises:
@@ -359,7 +361,10 @@ class Engine:
             params: how to sample and when to stop. Default: ``SamplingParams()``.
             request_id: a name for it; free again once the request has ended. Default: a fresh one.
             arrival: when it arrived, in seconds of the engine's clock. Default: now.
-            priority, deadline, length_hint, metadata: for policies; the engine does not read them.
+            priority: for policies; the engine does not read it, nor the next three.
+            deadline: in seconds of the engine's clock.
+            length_hint: a guess of the number of tokens it will generate.
+            metadata: anything, a tenant's name for instance.
 
         Returns:
             The request's id.
@@ -445,7 +450,7 @@ class Engine:
             )
         if asked is None and params.min_tokens > most:
             raise RequestTooLong(
-                f"min_tokens is {params.min_tokens}, but after a prompt of {num_prompt} tokens there is room for {most} "
+                f"min_tokens is {params.min_tokens}, but a prompt of {num_prompt} tokens leaves room for {most} "
                 f"(model length {length}, KV cache of {pool})"
             )
         return most if asked is None else asked

@@ -58,7 +58,17 @@ class Step:
         refused: why the last `run` that returned False said no.
     """
 
-    __slots__ = ("_budget", "_chosen", "_first_refusal", "_preempted", "_scheduler", "_wait_until", "now", "refused", "tokens_left")
+    __slots__ = (
+        "_budget",
+        "_chosen",
+        "_first_refusal",
+        "_preempted",
+        "_scheduler",
+        "_wait_until",
+        "now",
+        "refused",
+        "tokens_left",
+    )
 
     def __init__(self, scheduler: Scheduler, now: float, budget: int) -> None:
         self._scheduler = scheduler
@@ -160,7 +170,8 @@ class Step:
             grown = allocator.grow(seq.id, done + count, computed=done, hit=hit, reserve=reserve)
             if grown is None:
                 raise InvariantError(
-                    f"{type(allocator).__name__}.fits said that {done + count} tokens fit for {seq!r}, grow did not do it"
+                    f"{type(allocator).__name__}.fits said that {done + count} tokens fit for {seq!r}; "
+                    f"grow did not do it"
                 )
         if waiting:
             scheduler._admit(seq, done)
@@ -214,7 +225,19 @@ class Step:
         self._wait_until = t
 
 
-_FINAL = ("add", "finish", "abort", "retire", "next_step", "copies_done", "recompute_all", "check", "waiting", "running", "num_held")
+_FINAL = (
+    "add",
+    "finish",
+    "abort",
+    "retire",
+    "next_step",
+    "copies_done",
+    "recompute_all",
+    "check",
+    "waiting",
+    "running",
+    "num_held",
+)
 
 
 class Scheduler(ABC):
@@ -284,7 +307,9 @@ class Scheduler(ABC):
             if value is not None and value < 1:
                 raise ValueError(f"{given} must be at least 1, got {value}")
         if max_num_seqs is None:
-            max_num_seqs = min(self.default_max_num_seqs, allocator.num_blocks, max_tokens_per_step or allocator.num_blocks)
+            max_num_seqs = min(
+                self.default_max_num_seqs, allocator.num_blocks, max_tokens_per_step or allocator.num_blocks
+            )
         if max_tokens_per_step is None:
             max_tokens_per_step = max(self.default_max_tokens_per_step, max_num_seqs)
         if max_tokens_per_step < max_num_seqs:
@@ -421,8 +446,8 @@ class Scheduler(ABC):
         allocator = self.allocator
         head = next(iter(self._waiting), None)
         needs = (
-            f"; the first waiting one, {head!r}, lacks {allocator.missing(head.id, head.num_tokens)} blocks for what it "
-            f"has and {allocator.missing(head.id, head.max_kv)} for all it may become"
+            f"; the first waiting one, {head!r}, lacks {allocator.missing(head.id, head.num_tokens)} blocks for what "
+            f"it has and {allocator.missing(head.id, head.max_kv)} for all it may become"
             if head is not None
             else ""
         )

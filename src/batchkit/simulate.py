@@ -45,8 +45,11 @@ def _mix(state: int, value: int) -> int:
 class RooflineCost:
     """Seconds of one step on a device, from its arithmetic and its bandwidth.
 
-    ``overhead_s + max(weight_bytes / bandwidth, 2 * params * tokens / (efficiency * flops)) + KV bytes read / bandwidth``:
-    every step reads the weights once, however many tokens it computes, and the keys and values of every row's context.
+    ::
+
+        overhead_s + max(weight bytes / bandwidth, 2 x params x tokens / (efficiency x flops)) + KV bytes / bandwidth
+
+    Every step reads the weights once, however many tokens it computes, and the keys and values of every row's context.
 
     Args:
         num_params: of the model.
@@ -121,7 +124,7 @@ class SimulatedRunner(ModelRunner):
             for place, blocks in (("device", geometry.num_blocks), ("host", geometry.host_blocks)):
                 self._tags[place] = [[None] * geometry.block_size for _ in range(blocks)]
                 self._names[place] = [["nothing was ever written"] * geometry.block_size for _ in range(blocks)]
-        # The hash of each prefix of a sequence, kept because rows carry new tokens only; rebuilt from the row if absent.
+        # The hash of each prefix of a sequence: it costs the whole history, and a row adds mostly one token to it.
         self._prefixes: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
         self._max_prefixes = 4096
 
@@ -173,8 +176,8 @@ class SimulatedRunner(ModelRunner):
             if tags[block][:count] != prefixes[first : first + count]:
                 bad = next(i for i in range(count) if tags[block][i] != prefixes[first + i])
                 raise InvariantError(
-                    f"request {row.request.id!r} (sequence {row.seq_id}) reads position {first + bad} from slot {bad} of "
-                    f"block {block}, where {self._names['device'][block][bad]}"
+                    f"request {row.request.id!r} (sequence {row.seq_id}) reads position {first + bad} from slot {bad} "
+                    f"of block {block}, where {self._names['device'][block][bad]}"
                 )
 
     def _write(self, row: ScheduledSequence, prefixes: list[int], end: int) -> None:

@@ -120,7 +120,7 @@ class IncrementalDecoder:
 
     def finish(self) -> str:
         """The text of what is incomplete. Nothing may follow."""
-        text = self._text() if self._pending else ""
+        text = self._text() if self._pending or self._undecided else ""
         return text[self._start(text) :]
 
     def _prime(self, prompt_ids: Sequence[int]) -> None:
@@ -132,7 +132,9 @@ class IncrementalDecoder:
                 break
             size *= 4
         end = _decided(text)
-        self._move_context(context if text else [], len(text) - end)
+        if not text:  # nothing but special tokens
+            context = context[-_PROMPT_TOKENS:]
+        self._move_context(context, len(text) - end)
         self._head = text[end:]
         self._sent = len(self._head)
 

@@ -338,7 +338,17 @@ class Completion:
         logprobs: of the tokens, if asked for.
     """
 
-    __slots__ = ("_ids", "_num_ids", "_num_pieces", "_pieces", "finish_reason", "index", "logprobs", "new_text", "new_token_ids")
+    __slots__ = (
+        "_ids",
+        "_num_ids",
+        "_num_pieces",
+        "_pieces",
+        "finish_reason",
+        "index",
+        "logprobs",
+        "new_text",
+        "new_token_ids",
+    )
 
     def __init__(
         self,
@@ -376,7 +386,10 @@ class Completion:
         return "".join(self._pieces[: self._num_pieces])
 
     def __repr__(self) -> str:
-        return f"Completion(index={self.index}, text={self.text!r}, token_ids={self.token_ids}, finish_reason={self.finish_reason!r})"
+        return (
+            f"Completion(index={self.index}, text={self.text!r}, token_ids={self.token_ids}, "
+            f"finish_reason={self.finish_reason!r})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,9 +14,9 @@ __all__ = ["ChunkedPrefillScheduler"]
 class ChunkedPrefillScheduler(Scheduler):
     """Every step decodes everybody, and fills what is left of its token budget with pieces of prompts.
 
-    Sarathi-Serve (OSDI'24), section 4.2, "stall-free batching"; the default of vLLM V1. No prompt, however long, holds up
-    the sequences that are decoding. A sequence joins when its whole prompt has blocks; when they run out, the newest
-    is preempted.
+    Sarathi-Serve (OSDI'24), section 4.2, "stall-free batching"; the default of vLLM V1. No prompt, however long,
+    holds up the sequences that are decoding. A sequence joins when its whole prompt has blocks; when they run out,
+    the newest is preempted.
     """
 
     chunked: ClassVar[bool] = True

@@ -34,9 +34,7 @@ def check_allocator(make: Callable[[int, int], BlockAllocator], *, num_workloads
 
 
 class _Trial:
-    def __init__(
-        self, pool: BlockAllocator, name: str, rng: random.Random, where: str, blocks: int, size: int
-    ) -> None:
+    def __init__(self, pool: BlockAllocator, name: str, rng: random.Random, where: str, blocks: int, size: int) -> None:
         self.pool, self.name, self.rng, self.where = pool, name, rng, where
         self.tokens: dict[int, int] = {}  # sequence -> tokens that its blocks must cover
         self.tables: dict[int, tuple[int, ...]] = {}
@@ -51,7 +49,7 @@ class _Trial:
             rule,
             f"Verb {self.verbs} of {self.where}, {self.verb}: {details}{'; ' if details else ''}"
             f"{self.pool.num_free_blocks} of {self.pool.num_blocks} blocks of {self.pool.block_size} free, "
-            f"tables {({s: tuple(self.pool.table(s)) for s in self.tables})}",
+            f"tables { ({s: tuple(self.pool.table(s)) for s in self.tables}) }",
         )
 
     def run(self) -> None:
@@ -91,7 +89,9 @@ class _Trial:
             after_free.free(other)
         would = after_free.grow(seq_id, num_tokens, reserve=reserve) is not None
         if pool.fits(seq_id, num_tokens, reserve=reserve, freeing=freeing) != would:
-            raise self.broken("fits is exact", f"with freeing={freeing} it said {not would}, grow then did the opposite")
+            raise self.broken(
+                "fits is exact", f"with freeing={freeing} it said {not would}, grow then did the opposite"
+            )
         fits = pool.fits(seq_id, num_tokens, reserve=reserve)
         self.check()  # asking changed nothing
         free, table = pool.num_free_blocks, pool.table(seq_id)

@@ -12,9 +12,7 @@ from ..types import BlockCopy, Request, RowResult, SamplingParams, ScheduledSequ
 __all__ = ["check_runner"]
 
 
-def check_runner(
-    make: Callable[[], ModelRunner], *, num_workloads: int = 5, seed: int = 0, exact: bool = True
-) -> None:
+def check_runner(make: Callable[[], ModelRunner], *, num_workloads: int = 5, seed: int = 0, exact: bool = True) -> None:
     """Drive a runner with rows as a scheduler would make them and raise at the first rule that it breaks.
 
     Each request is first run alone: its whole prompt in one row, then one token a step. Then all run together in
@@ -184,12 +182,7 @@ class _Trial:
 
     def _execute(self, chosen: Sequence[tuple[_Row, int]]) -> None:
         self.steps += 1
-        rows = tuple(
-            [
-                row.scheduled(count or 1, seat, idle=not count)
-                for seat, (row, count) in enumerate(chosen)
-            ]
-        )
+        rows = tuple([row.scheduled(count or 1, seat, idle=not count) for seat, (row, count) in enumerate(chosen)])
         results = self._results(rows)
         if self.rng.random() < 0.4:
             self._again(rows, results)

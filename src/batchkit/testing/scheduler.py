@@ -18,7 +18,7 @@ from ..scheduler import Scheduler, Step
 from ..schedulers import OrcaScheduler
 from ..sequence import Sequence, Status
 from ..simulate import SimulatedRunner
-from ..types import KVGeometry, RequestOutput, SamplerOutput, SamplingParams, SchedulerOutput
+from ..types import KVGeometry, RequestOutput, SamplerOutput, SamplingParams, ScheduledSequence, SchedulerOutput
 
 __all__ = ["check_scheduler"]
 
@@ -216,7 +216,8 @@ class _Trial:
             if final.token_ids != want:
                 raise self.broken(
                     "a request gets the tokens that it gets alone",
-                    f"request {index} ended by {final.finish_reason} ({final.error}) with {final.token_ids}, not {want}",
+                    f"request {index} ended by {final.finish_reason} ({final.error}) with {final.token_ids}, "
+                    f"not {want}",
                 )
         allocator, host = self.scheduler.allocator, getattr(self.scheduler.preemption, "host", None)
         for pool in (allocator, host):
@@ -254,7 +255,8 @@ class _Trial:
             for queue in (scheduler.waiting, scheduler.running):
                 for seq in queue:
                     last_row.setdefault(seq.id, self.steps)
-            for row in self.runner.last.rows if self.runner.last else ():
+            computed: tuple[ScheduledSequence, ...] = self.runner.last.rows if self.runner.last else ()
+            for row in computed:
                 last_row[row.seq_id] = self.steps
             for queue in (scheduler.waiting, scheduler.running):
                 for seq in queue:
@@ -363,7 +365,9 @@ class _Snapshot:
                 continue
             if seq_id in step._chosen:
                 if new["num_computed"] != old["num_computed"] and seq_id not in gone_in:
-                    return f"num_computed of sequence {seq_id} changed from {old['num_computed']} to {new['num_computed']}"
+                    return (
+                        f"num_computed of sequence {seq_id} changed from {old['num_computed']} to {new['num_computed']}"
+                    )
                 continue
             for what, value in old.items():
                 if new[what] != value:

@@ -1,0 +1,395 @@
+"""The checks catch what they are for: parts that are broken in one way each."""
+
+import pytest
+
+from batchkit import (
+    ChunkedPrefillScheduler,
+    ConformanceError,
+    ContiguousAllocator,
+    KVGeometry,
+    PagedAllocator,
+    RowResult,
+    SamplerOutput,
+    Scheduler,
+    SimulatedRunner,
+    Status,
+)
+from batchkit.testing import check_allocator, check_runner, check_scheduler
+
+# ------------------------------------------------------------------------------------------ schedulers
+
+
+class Sound(Scheduler):
+    """First come first served; what the broken ones below start from."""
+
+    chunked = True
+
+    def schedule(self, step):
+        for seq in self.running:
+            step.run(seq, victims=self.victims(seq))
+        self.admit(step)
+
+    def admit(self, step):
+        for seq in self.waiting:
+            if not step.run(seq, reserve=seq.num_tokens):
+                break
+
+
+class ForgetsRunning(Sound):
+    def schedule(self, step):
+        self.admit(step)
+
+
+class NeverAdmits(Sound):
+    def admit(self, step):
+        pass
+
+
+class IgnoresFalse(Sound):
+    """Takes it for granted that a running sequence gets its next block."""
+
+    def schedule(self, step):
+        for seq in self.running:
+            step.run(seq)
+        self.admit(step)
+
+
+class RunsTwice(Sound):
+    def schedule(self, step):
+        super().schedule(step)
+        for seq in self.running:
+            step.run(seq)
+
+
+class PreemptsWhatRuns(Sound):
+    def schedule(self, step):
+        super().schedule(step)
+        for seq in list(self.running)[:1]:
+            step.preempt(seq)
+
+
+class Raises(Sound):
+    def schedule(self, step):
+        if len(self.running) > 2:
+            raise KeyError("a bug")
+        super().schedule(step)
+
+
+class StarvesTheOldest(Sound):
+    def admit(self, step):
+        for seq in reversed(list(self.waiting)):
+            if not step.run(seq, reserve=seq.num_tokens):
+                break
+
+
+class PreemptsForEver(Sound):
+    """Lets those who cannot run together take turns, and each starts again from nothing."""
+
+    def schedule(self, step):
+        if self.waiting:
+            for seq in self.running:
+                step.preempt(seq)
+        for seq in self.running:
+            step.run(seq)
+        for seq in self.waiting:
+            step.run(seq, max_tokens=1)
+
+
+class LetsNobodyLeave(Sound):
+    def may_leave(self, seq):
+        return False
+
+
+class ReordersWaiting(Sound):
+    def schedule(self, step):
+        first = next(iter(self.waiting), None)
+        if first is not None:
+            self._waiting.remove(first)
+            self._waiting.append(first)
+        super().schedule(step)
+
+
+class DropsWaiting(Sound):
+    def schedule(self, step):
+        super().schedule(step)
+        for seq in list(self.waiting)[:1]:
+            self._waiting.remove(seq)
+
+
+class AdmitsByHand(Sound):
+    def schedule(self, step):
+        super().schedule(step)
+        for seq in list(self.waiting)[:1]:
+            self._waiting.remove(seq)
+            self._running.append(seq)
+            seq.status = Status.RUNNING
+
+
+class FreesBlocks(Sound):
+    def schedule(self, step):
+        super().schedule(step)
+        for seq in self.running:
+            if seq not in step:
+                self.allocator.free(seq.id)
+
+
+class TakesBlocks(Sound):
+    def schedule(self, step):
+        super().schedule(step)
+        self.allocator.grow(10**12, self.allocator.block_size)
+
+
+class ChangesProgress(Sound):
+    def schedule(self, step):
+        super().schedule(step)
+        for seq in self.running:
+            seq.num_computed += 1
+
+
+class ChangesOutput(Sound):
+    def schedule(self, step):
+        for seq in self.running:
+            if len(seq.output) > 2:
+                seq.output[1] = 7
+        super().schedule(step)
+
+
+class ChangesSeats(Sound):
+    def schedule(self, step):
+        super().schedule(step)
+        for seq in self.running:
+            seq.seat = 0
+
+
+class DropsCopies(Sound):
+    """Loses the copies of a swapped sequence."""
+
+    def schedule(self, step):
+        super().schedule(step)
+        self._copies.clear()
+
+
+BACK = "only the verbs of a step change queues, blocks and progress"
+VERBS = "a policy uses the verbs of its step as they are meant"
+STALL = "with live work a step has a row or a later time to wait for"
+
+BROKEN = {
+    ForgetsRunning: STALL,
+    NeverAdmits: STALL,
+    IgnoresFalse: STALL,
+    RunsTwice: VERBS,
+    PreemptsWhatRuns: VERBS,
+    Raises: "schedule does not raise",
+    PreemptsForEver: "ends within",
+    LetsNobodyLeave: "ends within",
+    ReordersWaiting: BACK,
+    DropsWaiting: BACK,
+    AdmitsByHand: BACK,
+    FreesBlocks: BACK,
+    TakesBlocks: "the books balance",
+    ChangesProgress: BACK,
+    ChangesOutput: BACK,
+    ChangesSeats: "the books balance",
+    DropsCopies: "",  # depends on which step shows it first
+}
+
+
+def test_what_they_start_from_is_sound():
+    check_scheduler(Sound, num_workloads=10, max_wait_steps=100)
+
+
+@pytest.mark.parametrize("make", BROKEN, ids=lambda make: make.__name__)
+def test_a_broken_scheduler_is_caught(make):
+    with pytest.raises(ConformanceError) as caught:
+        check_scheduler(make)
+    assert BROKEN[make] in caught.value.rule
+    message = str(caught.value)
+    assert message.startswith(make.__name__)
+    assert "Step " in message and "workload" in message
+
+
+def test_starving_is_caught_with_a_bound_and_allowed_without():
+    check_scheduler(StarvesTheOldest, num_workloads=5)
+    with pytest.raises(ConformanceError, match="no live sequence goes without a row for more than 100 steps"):
+        check_scheduler(StarvesTheOldest, num_workloads=1, max_wait_steps=100)
+
+
+def test_a_scheduler_that_cannot_be_made_says_why():
+    def make(allocator, **options):
+        return ChunkedPrefillScheduler(allocator, **{**options, "max_tokens_per_step": 0})
+
+    with pytest.raises(ValueError, match="max_tokens_per_step must be at least 1, got 0"):
+        check_scheduler(make)
+
+
+# ------------------------------------------------------------------------------------------ allocators
+
+
+class DoubleFrees(PagedAllocator):
+    def free(self, seq_id):
+        table = self.table(seq_id)
+        super().free(seq_id)
+        if len(table) > 2:
+            self._free.append(table[0])
+
+    def check(self):
+        pass
+
+
+class Leaks(PagedAllocator):
+    def free(self, seq_id):
+        if len(self.table(seq_id)) > 3:
+            self._tables[seq_id] = self.table(seq_id)[1:]
+        super().free(seq_id)
+
+    def check(self):
+        pass
+
+
+class GrowsInPart(PagedAllocator):
+    """Takes what there is before it says no."""
+
+    def grow(self, seq_id, num_tokens, **more):
+        done = super().grow(seq_id, num_tokens, **more)
+        if done is None and self._free:
+            self._tables[seq_id] = (*self.table(seq_id), self._free.pop())
+        return done
+
+
+class FitsTooMuch(PagedAllocator):
+    def fits(self, seq_id, num_tokens, *, freeing=(), **more):
+        return super().fits(seq_id, num_tokens, freeing=freeing, **more) or len(freeing) > 1
+
+
+class IgnoresFragmentation(ContiguousAllocator):
+    def fits(self, seq_id, num_tokens, *, reserve=0, freeing=(), **more):
+        if len(self.table(seq_id)):
+            return super().fits(seq_id, num_tokens, reserve=reserve, freeing=freeing, **more)
+        back = sum(len(self.table(other)) for other in freeing)
+        return self._blocks_for(num_tokens, reserve, 1, ()) <= self.num_free_blocks + back
+
+
+class MovesBlocks(PagedAllocator):
+    def grow(self, seq_id, num_tokens, **more):
+        done = super().grow(seq_id, num_tokens, **more)
+        if len(self.table(seq_id)) > 1:
+            self._tables[seq_id] = self._tables[seq_id][::-1]
+        return done
+
+
+class NewTableEachTime(PagedAllocator):
+    def table(self, seq_id, row=0):
+        return list(super().table(seq_id))
+
+
+class ForgetsReserve(PagedAllocator):
+    def grow(self, seq_id, num_tokens, *, reserve=0, **more):
+        return super().grow(seq_id, num_tokens, **more)
+
+
+class TooShort(PagedAllocator):
+    def _blocks_for(self, num_tokens, reserve, rows, hit):
+        return max(1, super()._blocks_for(num_tokens, reserve, rows, hit) - 1)
+
+
+BROKEN_ALLOCATORS = {
+    DoubleFrees: "add up to the pool",
+    Leaks: "add up to the pool",
+    GrowsInPart: "has changed nothing",
+    FitsTooMuch: "fits is exact",
+    IgnoresFragmentation: "fits is exact",
+    MovesBlocks: "a table grows at its end",
+    NewTableEachTime: "the same object",
+    ForgetsReserve: "",  # fits and grow disagree before the reserve is asked for
+    TooShort: "a table covers its tokens",
+}
+
+
+@pytest.mark.parametrize("make", BROKEN_ALLOCATORS, ids=lambda make: make.__name__)
+def test_a_broken_allocator_is_caught(make):
+    with pytest.raises(ConformanceError) as caught:
+        check_allocator(make)
+    assert BROKEN_ALLOCATORS[make] in caught.value.rule
+    assert "Verb " in str(caught.value)
+
+
+# ------------------------------------------------------------------------------------------ runners
+
+GEOMETRY = KVGeometry(num_blocks=32, block_size=4, host_blocks=16, max_model_len=100, vocab_size=50)
+
+
+class WrongOrder(SimulatedRunner):
+    def execute(self, out):
+        return SamplerOutput(tuple(sorted(super().execute(out).rows, key=lambda row: row.token_ids)))
+
+
+class RemembersSteps(SimulatedRunner):
+    """Its result depends on an earlier step."""
+
+    last = 0
+
+    def execute(self, out):
+        rows = tuple(
+            RowResult(tuple((token + self.last) % 50 for token in row.token_ids)) for row in super().execute(out).rows
+        )
+        self.last = sum(sum(row.token_ids) for row in rows)
+        return SamplerOutput(rows)
+
+
+class SamplesByBatch(SimulatedRunner):
+    """Its result depends on the neighbours."""
+
+    def execute(self, out):
+        got = super().execute(out).rows
+        return SamplerOutput(tuple(RowResult(tuple((t + len(got)) % 50 for t in row.token_ids)) for row in got))
+
+
+class NeedsItsCache(SimulatedRunner):
+    def drop_caches(self):
+        for known in self._prefixes.values():
+            known[:] = [0] * len(known)
+
+
+class SamplesEveryRow(SimulatedRunner):
+    def execute(self, out):
+        return SamplerOutput(tuple(RowResult(row.token_ids or (1,)) for row in super().execute(out).rows))
+
+
+class LosesARow(SimulatedRunner):
+    def execute(self, out):
+        return SamplerOutput(super().execute(out).rows[:3])
+
+
+class SwapsNothingOut(SimulatedRunner):
+    def copy_blocks(self, copies):
+        super().copy_blocks([copy for copy in copies if copy.kind != "swap_out"])
+
+
+class WritesIntoOutput(SimulatedRunner):
+    def execute(self, out):
+        got = super().execute(out)
+        for row, result in zip(out.rows, got.rows, strict=True):
+            row.output_ids.extend(result.token_ids)
+        return got
+
+
+BROKEN_RUNNERS = {
+    WrongOrder: "results come in the order of the rows|a row gives one token if it samples",
+    RemembersSteps: "the same rows executed twice give the same result",
+    SamplesByBatch: "a request gets the tokens that it gets alone",
+    NeedsItsCache: ".",
+    SamplesEveryRow: "a row gives one token if it samples, and else none",
+    LosesARow: "there is one result for each row",
+    WritesIntoOutput: "a runner changes nothing that it is given",
+}
+
+
+@pytest.mark.parametrize("make", BROKEN_RUNNERS, ids=lambda make: make.__name__)
+def test_a_broken_runner_is_caught(make):
+    with pytest.raises(AssertionError, match=BROKEN_RUNNERS[make]):
+        check_runner(lambda: make(GEOMETRY))
+
+
+def test_a_runner_that_loses_swapped_blocks_is_caught():
+    with pytest.raises(AssertionError, match="reads position"):
+        check_runner(lambda: SwapsNothingOut(GEOMETRY))
