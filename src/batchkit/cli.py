@@ -69,10 +69,9 @@ class _NotDone(Exception):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; ``sys.argv[1:]`` by default. Returns the exit code."""
-    parser = _parser()
-    args = parser.parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
-        code: int = args.command(args, parser)
+        code: int = args.command(args)
     except (_NotDone, OSError) as error:  # OSError: of closing a file on a disk that is full
         print(f"batchkit: {error}", file=sys.stderr)
         return NOT_DONE
@@ -116,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         "`finish_reason` and `usage`, or `id` and `error`.",
         epilog=_EXIT_CODES,
     )
-    generate.set_defaults(command=_generate)
+    generate.set_defaults(command=_generate, parser=generate)
     generate.add_argument("input", metavar="IN", help="JSONL in UTF-8; - for stdin")
     generate.add_argument("-o", "--output", metavar="OUT", required=True, help="JSONL in UTF-8; - for stdout")
     generate.add_argument("--overwrite", action="store_true", help="replace an output file that is not empty")
@@ -280,10 +279,6 @@ def _params(row: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
         if name not in _PARAMS:
             near = difflib.get_close_matches(name, _PARAMS, n=1)
             raise ValueError(f"unknown parameter {name!r}; " + (f"is it {near[0]}?" if near else _known()))
-        if isinstance(_PARAMS[name].default, bool) and not isinstance(value, bool):
-            raise TypeError(f"{name} must be true or false, got {_kind(value)}")
-        if name in ("stop", "stop_token_ids") and not isinstance(value, (list, str)):
-            raise TypeError(f"{name} must be a list, got {_kind(value)}")
     return SamplingParams(**{**defaults, **given})
 
 
@@ -351,14 +346,14 @@ def _record(row_id: str | int, output: RequestOutput) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------- generate
 
 
-def _generate(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def _generate(args: argparse.Namespace) -> int:
     defaults = {
         name: value for name in ("max_tokens", "temperature", "seed") if (value := getattr(args, name)) is not None
     }
     try:
         SamplingParams(**defaults)
     except (TypeError, ValueError) as error:
-        parser.error(str(error))
+        args.parser.error(str(error))
     with ExitStack() as stack:
         lines, size = _open_input(args.input, stack)
         _check_output(args)
@@ -479,25 +474,22 @@ class _Bar:
 
 
 def _print_figures(stats: EngineStats, job: _Job, seconds: float) -> None:
-    def rate(tokens: int) -> str:
-        return f"{tokens:>10,}  {tokens / seconds if seconds else 0:>10,.1f} per second"
+    def tokens(count: int) -> str:
+        return f"{count:,} ({count / max(seconds, 1e-9):,.1f} per second)"
 
     done = sum(job.reasons.values())
-    peak = stats.peak_used_blocks / stats.num_blocks
+    peak = stats.peak_used_blocks
+    share = peak / stats.num_blocks
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in job.reasons.most_common())
-    figures = [
-        ("requests", f"{done:>10,}  {done - job.num_failed:,} ok, {job.num_failed:,} failed, in {seconds:.1f} s"),
-        ("prompt tokens", rate(stats.prompt_tokens)),
-        ("generated tokens", rate(stats.generated_tokens)),
-        ("finish reasons", f"            {reasons or 'none'}"),
-        (
-            "peak KV use",
-            f"{stats.peak_used_blocks:>10,}  of {stats.num_blocks:,} blocks of {stats.block_size} tokens ({peak:.1%})",
-        ),
-        ("preemptions", f"{stats.num_preemptions:>10,}"),
-        ("scheduler", f"            {stats.scheduler}, {stats.num_steps:,} steps"),
-    ]
-    for name, text in figures:
+    for name, text in (
+        ("requests", f"{done:,} in {seconds:.1f} s: {done - job.num_failed:,} ok, {job.num_failed:,} failed"),
+        ("prompt tokens", tokens(stats.prompt_tokens)),
+        ("generated tokens", tokens(stats.generated_tokens)),
+        ("finish reasons", reasons or "none"),
+        ("peak KV use", f"{peak:,} of {stats.num_blocks:,} blocks of {stats.block_size} tokens ({share:.1%})"),
+        ("preemptions", f"{stats.num_preemptions:,}"),
+        ("scheduler", f"{stats.scheduler}, {stats.num_steps:,} steps"),
+    ):
         print(f"{name:<18}{text}", file=sys.stderr)
 
 
@@ -510,10 +502,12 @@ def _open_input(path: str, stack: ExitStack) -> tuple[_Lines, int | None]:
         if path == "-":
             return _Lines(_stdin(), may_wait=True), None
         status = os.stat(path)
-        lines = _Lines(stack.enter_context(open(path, "rb")), may_wait=not stat.S_ISREG(status.st_mode))
+        stream = stack.enter_context(open(path, "rb"))  # noqa: SIM115 - the stack closes it
     except OSError as error:
         raise _NotDone(f"cannot read {path}: {error.strerror or error}") from None
-    return lines, status.st_size if stat.S_ISREG(status.st_mode) else None
+    if stat.S_ISREG(status.st_mode):
+        return _Lines(stream, may_wait=False), status.st_size
+    return _Lines(stream, may_wait=True), None
 
 
 def _stdin() -> BinaryIO:

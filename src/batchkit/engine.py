@@ -30,6 +30,7 @@ What happens when something fails:
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import secrets
 import threading
@@ -380,6 +381,8 @@ class Engine:
                 raise TypeError(f"params must be SamplingParams, got {params!r}")
             if request_id is not None and not isinstance(request_id, str):
                 raise TypeError(f"request_id must be a string, got {request_id!r}")
+            if arrival is not None and not math.isfinite(arrival):
+                raise RequestError(f"arrival must be a time in seconds, got {arrival}")
             if request_id is not None and request_id in self._by_id:
                 raise DuplicateRequest(f"a request with id {request_id!r} is still alive")
             tokenizer = self._tokenizer
@@ -520,9 +523,10 @@ class Engine:
         Args:
             until: sleep no longer than to this time, in seconds of the engine's clock; a new request may be due.
         """
-        if self._wait_until is not None:
-            self._clock.sleep_until(self._wait_until if until is None else min(until, self._wait_until))
-            self._wait_until = None
+        with self._turn():
+            due, self._wait_until = self._wait_until, None
+        if due is not None:  # others may call while it sleeps
+            self._clock.sleep_until(due if until is None else min(until, due))
 
     def _advance(self) -> StepReport | None:
         self._apply_aborts()
@@ -535,6 +539,10 @@ class Engine:
         out = scheduler.next_step(now, max_tokens=self._token_limit)
         scheduled = time.perf_counter()
         self._num_preemptions += len(out.preempted)
+        used = scheduler.allocator.num_blocks - scheduler.allocator.num_free_blocks
+        self._peak_used_blocks = max(self._peak_used_blocks, used)
+        kv_tokens = sum(seq.num_computed for seq in scheduler.running)
+        kv_tokens += sum(row.num_tokens for row in out.rows if not row.idle)
         if not out.rows and not out.copies:
             self._wait_until = out.wait_until
             return None
@@ -553,7 +561,6 @@ class Engine:
         num_new_tokens, num_finished = self._commit(now, results)
         if out.rows:
             self._num_steps += 1
-        used = scheduler.allocator.num_blocks - scheduler.allocator.num_free_blocks
         return StepReport(
             step=self._num_steps,
             time=now,
@@ -563,7 +570,7 @@ class Engine:
             num_running=len(scheduler.running),
             num_finished=num_finished,
             num_used_blocks=used,
-            kv_tokens=sum(seq.num_computed for seq in scheduler.running),
+            kv_tokens=kv_tokens,
             schedule_s=scheduled - began,
             execute_s=executed - scheduled - sample_s,
             sample_s=sample_s,
@@ -577,6 +584,11 @@ class Engine:
             raise
         except Exception as failure:
             raise KVLost(f"copying KV blocks failed: {failure}") from failure
+        except BaseException:
+            # Interrupted; which of the copies were made is unknown, and one made twice would copy what is not meant.
+            self._scheduler.recompute_all()
+            self._retire()
+            raise
         self._scheduler.copies_done()
 
     # ------------------------------------------------------------------------------- failures
@@ -687,8 +699,6 @@ class Engine:
             delivered = self._clock()
             self._outbox += [live.output(delivered, final=False) for live in news.values()]
         self._generated_tokens += num_new_tokens
-        allocator = scheduler.allocator
-        self._peak_used_blocks = max(self._peak_used_blocks, allocator.num_blocks - allocator.num_free_blocks)
         return num_new_tokens, sum(self._finished.values()) - before
 
     def _take(self, live: _Live, row: ScheduledSequence, result: RowResult) -> FinishReason | None:
@@ -806,7 +816,9 @@ class Engine:
             raise ValueError(f"window must be at least 1, got {window}")
         todo = enumerate(_pairs(prompts, params))
         mine: dict[str, int] = {}
-        others: list[RequestOutput] = []
+        with self._turn():
+            # What is left over from before is others', whatever its ids: those are free again.
+            others, self._outbox = self._outbox, []
         exhausted = False
         try:
             while True:
@@ -824,11 +836,13 @@ class Engine:
                         yield index, _refused(f"prompt-{index}", error, self._clock())
                 if exhausted and not mine:
                     return
-                for output in self.step():
-                    index = mine.get(output.request_id, -1)
-                    if index < 0:
-                        others.append(output)
+                outputs = self.step()
+                # Kept before anything is yielded: whoever takes these may be interrupted.
+                others += [output for output in outputs if output.request_id not in mine]
+                for output in outputs:
+                    if output.request_id not in mine:
                         continue
+                    index = mine[output.request_id]
                     if output.finished:
                         del mine[output.request_id]
                     yield index, output
@@ -965,12 +979,15 @@ def _pairs(
         return
     if isinstance(prompts, Sized) and isinstance(params, Sized) and len(prompts) != len(params):
         raise ValueError(f"{len(prompts)} prompts, but {len(params)} params")
-    rest = iter(params)
+    rest, count = iter(params), 0
     for index, prompt in enumerate(prompts):
         param = next(rest, None)
         if param is None:
             raise ValueError(f"only {index} params for more prompts than that")
+        count = index + 1
         yield prompt, param
+    if next(rest, None) is not None:
+        raise ValueError(f"more params than the {count} prompts")
 
 
 def _refused(request_id: str, error: Exception, now: float) -> RequestOutput:

@@ -304,6 +304,8 @@ class Scheduler(ABC):
             ("max_num_seqs", max_num_seqs),
             ("max_tokens_per_step", max_tokens_per_step),
         ):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+                raise TypeError(f"{given} must be an integer, got {value!r}")
             if value is not None and value < 1:
                 raise ValueError(f"{given} must be at least 1, got {value}")
         if max_num_seqs is None:

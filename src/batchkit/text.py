@@ -90,7 +90,7 @@ class IncrementalDecoder:
         self._head = ""  # the pending text that is the prompt's
         self._prime(prompt_ids)
         self._stream: TextStream | None = None
-        if not self._undecided and isinstance(tokenizer, StreamingTokenizer):
+        if not self._head and isinstance(tokenizer, StreamingTokenizer):
             self._stream = tokenizer.decode_stream(self._context, skip_special_tokens)
 
     def step(self, token_id: int) -> str:
@@ -131,12 +131,18 @@ class IncrementalDecoder:
             if size >= len(prompt_ids) or (text and text[0] != _MARK):
                 break
             size *= 4
-        end = _decided(text)
         if not text:  # nothing but special tokens
             context = context[-_PROMPT_TOKENS:]
-        self._move_context(context, len(text) - end)
-        self._head = text[end:]
-        self._sent = len(self._head)
+        undecided = len(text) - _decided(text)
+        self._move_context(context, undecided)
+        for size in range(1, undecided + 1):
+            if self._decode(context[:-size])[-1:] != _MARK:  # what lies behind begins a character
+                self._move_context(context[:-size])
+                self._pending = context[-size:]
+                break
+        if undecided:
+            self._head = self._text()
+            self._sent = len(self._head)
 
     def _text(self) -> str:
         """The pending text."""

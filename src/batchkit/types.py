@@ -9,7 +9,7 @@ Units: token counts and block counts are plain integers, times are seconds of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -108,6 +108,13 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("stop", "stop_token_ids"):
+            given = getattr(self, name)
+            if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
+                raise TypeError(f"{name} must be a sequence, got {given!r}")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(_integer("a stop token id", t) for t in self.stop_token_ids))
@@ -450,8 +457,8 @@ class StepReport:
         output: the plan: rows, preemptions, copies.
         num_new_tokens: tokens sampled in this step and kept.
         num_waiting, num_running, num_finished: sequences after the step; finished: in this step.
-        num_used_blocks: blocks that are held, after the step.
-        kv_tokens: tokens whose KV is in the cache, after the step.
+        num_used_blocks: blocks that were held while the rows were computed.
+        kv_tokens: tokens whose KV those blocks hold once the rows are computed; the rest is reserved or wasted.
         schedule_s, execute_s, sample_s: seconds in the policy, in the forward pass, and in sampling.
         error: the runner's fault, if it failed; its rows are then planned anew by the next step.
     """
@@ -481,7 +488,7 @@ class EngineStats:
         num_steps: steps that had rows.
         num_waiting, num_running: sequences now.
         num_free_blocks: blocks that may be given out now.
-        peak_used_blocks: the most blocks that were held at the end of any step.
+        peak_used_blocks: the most blocks that were held while rows were computed.
         num_preemptions: how often a sequence lost its blocks.
         prompt_tokens, generated_tokens: of requests that have been scheduled, each counted once.
         computed_tokens: tokens that went through the model, idle rows and recomputation among them.

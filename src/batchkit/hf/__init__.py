@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .loading import load_model as load_model
     from .runner import TransformersRunner as TransformersRunner
+    from .tokenizer import HFTokenizer as HFTokenizer
 
-_HOMES = {"TransformersRunner": ".runner", "load_model": ".loading"}
+_HOMES = {"HFTokenizer": ".tokenizer", "TransformersRunner": ".runner", "load_model": ".loading"}
 
-__all__ = ["TransformersRunner", "load_model"]
+__all__ = ["HFTokenizer", "TransformersRunner", "load_model"]
 
 
 def __getattr__(name: str) -> Any:

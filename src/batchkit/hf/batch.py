@@ -65,7 +65,8 @@ class Batch:
     @property
     def query_lens(self) -> IntArray:
         """[R], tokens of each row in this step."""
-        return self.query_starts[1:] - self.query_starts[:-1]
+        lens: IntArray = np.diff(self.query_starts)
+        return lens
 
     def padded_tables(self, rows: IntArray, first: IntArray, width: int, pad: int) -> IntArray:
         """Block tables of `rows` as one rectangle.
@@ -81,10 +82,9 @@ class Batch:
         """
         at = (self.table_starts[rows] + first)[:, None] + np.arange(width)
         end = self.table_starts[rows + 1][:, None]
-        inside = at < end
-        if inside.all():
-            return self.tables[at]
-        return np.where(inside, self.tables[np.minimum(at, len(self.tables) - 1)], pad)
+        padded: IntArray = self.tables[np.minimum(at, len(self.tables) - 1)]
+        padded[at >= end] = pad
+        return padded
 
 
 class BatchBuilder:

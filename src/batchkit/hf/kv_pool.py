@@ -249,11 +249,13 @@ class KVPool:
             read = self._host if kind == "swap_in" else self._pools
             write = self._host if kind == "swap_out" else self._pools
             for part in _independent(run, within=kind == "copy"):
-                sources_of = torch.tensor([copy.source for copy in part])
-                targets_of = torch.tensor([copy.target for copy in part])
+                sources_at, targets_at = (
+                    torch.tensor(numbers, device="cpu")
+                    for numbers in zip(*((copy.source, copy.target) for copy in part), strict=True)
+                )
                 for origin, goal in zip(read, write, strict=True):
-                    moved = origin.index_select(1, sources_of.to(origin.device)).to(goal.device)
-                    goal.index_copy_(1, targets_of.to(goal.device), moved)
+                    moved = origin.index_select(1, sources_at.to(origin.device)).to(goal.device)
+                    goal.index_copy_(1, targets_at.to(goal.device), moved)
 
 
 def _refused(what: str, count: int, each: int, error: RuntimeError) -> str:

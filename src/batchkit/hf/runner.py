@@ -13,6 +13,7 @@ from ..runner import ModelRunner
 from ..types import KVGeometry, RowResult, SamplerOutput
 from .attention import StepContext, bind
 from .backends import choose_backend
+from .backends.base import to_device
 from .batch import BatchBuilder
 from .kv_pool import KVPool, block_bytes, num_blocks_for, parse_bytes
 from .sampler import sample
@@ -38,6 +39,7 @@ class TransformersRunner(ModelRunner):
     The caller's model is not taken over: the runner has a clone of its structure that shares its weights. The original
     keeps its attention, mode, configuration, hooks and gradients, and can be run, trained and saved at any time, though
     not from another thread during a step. Weights that the caller changes in place are used from the next step on.
+    Forward hooks that the model has when it is bound run in the clone too, since they may shape its output.
 
     Args:
         model: a model of transformers.
@@ -45,7 +47,8 @@ class TransformersRunner(ModelRunner):
             memory that is free and what `max_num_seqs` sequences of full length can use. It is not touched before use.
         num_kv_blocks: the number of KV blocks, instead of `kv_memory`.
         block_size: tokens per KV block; 16 by default.
-        max_model_len: the most tokens of prompt and output together; at most, and by default, what the model can take.
+        max_model_len: the most tokens of prompt and output together; at most, and by default, what the model can take
+            (`model_len`).
         max_num_seqs: sequences that are expected to run at once; only the default of `kv_memory` depends on it.
         swap_memory: KV memory on the host for swapping, in bytes or as text. Default: none.
         attention: a backend, or its name: ``"reference"``. Default: the best that supports the model.
@@ -159,7 +162,7 @@ class TransformersRunner(ModelRunner):
     ) -> SamplerOutput:
         # NaN and plus infinity carry through a maximum; a model may mask tokens with minus infinity.
         bad = ~torch.isfinite(logits.amax(-1))
-        faulty = torch.empty(bad.shape, dtype=torch.bool, pin_memory=logits.device.type == "cuda")
+        faulty = torch.empty(bad.shape, dtype=torch.bool, device="cpu", pin_memory=logits.device.type == "cuda")
         # It arrives before the tokens: reading those is the step's one synchronisation.
         faulty.copy_(bad, non_blocking=True)
         timer = _Timer(logits.device)
@@ -180,7 +183,7 @@ class TransformersRunner(ModelRunner):
         return SamplerOutput(tuple(results), sample_s)
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return to_device(array, self._device)
 
     @override
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:

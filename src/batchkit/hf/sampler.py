@@ -21,6 +21,11 @@ neither the batch's shape nor the device's way of summing can move a boundary. 2
 a token 4e12 times less probable than the best one has weight 0 and is never drawn."""
 _CANDIDATES = 1024
 """How many of the best tokens usually decide top_p."""
+_CHUNK = 1 << 24
+"""The most logits drawn from at once, which bounds the temporary memory at about half a GiB."""
+_CHUNK_CPU = 1 << 20
+"""The same on the CPU, where the memory of larger temporaries comes from the system anew each time, at more than
+the cost of the computing."""
 
 
 @torch.inference_mode()
@@ -59,11 +64,13 @@ def sample(logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> list[int]
     drawn = [i for i, row in enumerate(rows) if row.request.params.temperature > 0]
     if logits.device.type == "mps":  # it has no float64
         logits = logits.cpu()
-    chosen = _draw(_take(logits, drawn), [rows[i] for i in drawn])
+    size = max(1, (_CHUNK_CPU if logits.device.type == "cpu" else _CHUNK) // logits.shape[1])
+    parts = [drawn[i : i + size] for i in range(0, len(drawn), size)]
+    chosen = [_draw(_take(logits, part), [rows[i] for i in part]) for part in parts]
     if greedy:
-        chosen = torch.cat((_best(_take(logits, greedy)), chosen))
+        chosen.append(_best(_take(logits, greedy)))
     tokens = [0] * len(rows)
-    for i, token in zip(greedy + drawn, _tolist(chosen), strict=True):
+    for i, token in zip(drawn + greedy, _tolist(torch.cat(chosen)), strict=True):
         tokens[i] = token
     return tokens
 
@@ -80,7 +87,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> torch.Tens
         [uniform(row.request.seed, row.sample_index, len(row.request.prompt_token_ids) + row.num_output)]
         for row in rows
     ]
-    sums = weights.cumsum(dim=-1)
+    sums = weights.cumsum_(dim=-1)
     total = sums[:, -1:]
     # The first token whose cumulative weight exceeds the target; one of weight zero never is the first.
     target = (_upload(numbers, torch.float64, logits.device) * total).to(torch.int64)
@@ -181,9 +188,9 @@ def _without_early_stops(logits: torch.Tensor, rows: Sequence[ScheduledSequence]
 
 
 def _take(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """Some rows of a tensor; the tensor itself if they are all."""
-    if len(rows) == tensor.shape[0]:
-        return tensor
+    """Some rows of a tensor, in ascending order; a view if they are neighbours."""
+    if rows[-1] - rows[0] == len(rows) - 1:
+        return tensor[rows[0] : rows[-1] + 1]
     return tensor.index_select(0, _upload(rows, torch.int64, tensor.device))
 
 

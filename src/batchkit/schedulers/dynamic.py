@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from typing_extensions import Unpack, override
 
 from ..allocators import BlockAllocator
@@ -38,8 +40,8 @@ class DynamicScheduler(StaticScheduler):
             min_batch = self.max_num_seqs
         if not 1 <= min_batch <= self.max_num_seqs:
             raise ValueError(f"min_batch must be between 1 and max_num_seqs ({self.max_num_seqs}), got {min_batch}")
-        if not max_wait_s >= 0:
-            raise ValueError(f"max_wait_s must be at least 0 seconds, got {max_wait_s}")
+        if not 0 <= max_wait_s < math.inf:
+            raise ValueError(f"max_wait_s must be finite and at least 0 seconds, got {max_wait_s}")
         self.min_batch = min_batch
         self.max_wait_s = max_wait_s
 

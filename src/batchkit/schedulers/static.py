@@ -8,7 +8,7 @@ from typing_extensions import Unpack, override
 
 from ..allocators import BlockAllocator
 from ..scheduler import Scheduler, SchedulerOptions, Step
-from ..sequence import Sequence
+from ..sequence import Sequence, Status
 from ..types import Refusal
 
 __all__ = ["StaticScheduler"]
@@ -73,6 +73,7 @@ class StaticScheduler(Scheduler):
                     self._open = step.refused is Refusal.TOKENS
                     break
         if not step:
-            for seq in self.running:
+            # Held ones last: with a budget cut for lack of memory, their idle rows could leave no room for any other.
+            for seq in sorted(self.running, key=lambda s: s.status is Status.HELD):
                 step.run(seq)
             self._num_decodes += 1

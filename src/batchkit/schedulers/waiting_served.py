@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 from typing_extensions import Unpack, override
@@ -34,8 +35,8 @@ class WaitingServedScheduler(Scheduler):
         **options: Unpack[SchedulerOptions],
     ) -> None:
         super().__init__(allocator, **options)
-        if not waiting_served_ratio >= 0:
-            raise ValueError(f"waiting_served_ratio must be at least 0, got {waiting_served_ratio}")
+        if not 0 <= waiting_served_ratio < math.inf:
+            raise ValueError(f"waiting_served_ratio must be finite and at least 0, got {waiting_served_ratio}")
         if max_waiting_steps < 0:
             raise ValueError(f"max_waiting_steps must be at least 0, got {max_waiting_steps}")
         self.waiting_served_ratio = waiting_served_ratio

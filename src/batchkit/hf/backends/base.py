@@ -5,14 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
+    import numpy.typing as npt
 
     from ..batch import Batch
 
-__all__ = ["AttentionBackend", "LayerKV", "LayerSpec"]
+__all__ = ["AttentionBackend", "LayerKV", "LayerSpec", "to_device"]
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """An array as a tensor on `device`, without waiting for the device."""
+    # The driver has read memory that is not pinned when the call returns, so the array may go.
+    return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
 
 
 @dataclass(frozen=True, slots=True)

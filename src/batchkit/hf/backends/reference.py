@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
-from .base import AttentionBackend
+from .base import AttentionBackend, to_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import numpy.typing as npt
+    from collections.abc import Iterator, Sequence
 
     from ..batch import Batch, IntArray
     from .base import LayerKV, LayerSpec
@@ -277,16 +275,13 @@ def _make_groups(batch: Batch, window: int | None, device: torch.device, zero_bl
     single = lens == 1
     fresh = ~single & (batch.kv_lens == lens)
 
-    def to(array: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
-
     # A query of a window sees nothing before this position.
     first = np.maximum(batch.kv_lens - lens + 1 - window, 0) if window is not None else np.zeros_like(lens)
     first_block = first // batch.block_size
     rows = np.flatnonzero(single)
     spans = batch.kv_lens[rows] - first_block[rows] * batch.block_size
     for chosen in _similar(spans):
-        yield _single_group(batch, rows[chosen], first, first_block, zero_block, to)
+        yield _single_group(batch, rows[chosen], first, first_block, zero_block, device)
 
     rows = np.flatnonzero(fresh)
     for chosen in _similar(lens[rows]):
@@ -301,9 +296,9 @@ def _make_groups(batch: Batch, window: int | None, device: torch.device, zero_bl
         yield _Group(
             size=len(group),
             length=length,
-            tokens=None if everything else to(tokens.ravel()),
-            put=None if everything else to(tokens[real]),
-            take=None if whole else to(np.flatnonzero(real)),
+            tokens=None if everything else to_device(tokens.ravel(), device),
+            put=None if everything else to_device(tokens[real], device),
+            take=None if whole else to_device(np.flatnonzero(real), device),
             table=None,
             key_start=0,
             num_keys=length,
@@ -321,7 +316,9 @@ def _make_groups(batch: Batch, window: int | None, device: torch.device, zero_bl
             tokens=own,
             put=own,
             take=None,
-            table=to(batch.tables[batch.table_starts[row] + first_block[row] : batch.table_starts[row + 1]]),
+            table=to_device(
+                batch.tables[batch.table_starts[row] + first_block[row] : batch.table_starts[row + 1]], device
+            ),
             key_start=int(first_block[row]) * batch.block_size,
             num_keys=int(batch.kv_lens[row] - first_block[row] * batch.block_size),
             blank=None,
@@ -336,7 +333,7 @@ def _single_group(
     first: IntArray,
     first_block: IntArray,
     zero_block: int,
-    to: Callable[[npt.NDArray[Any]], torch.Tensor],
+    device: torch.device,
 ) -> _Group:
     """The group of `rows`, which have one token each."""
     bs = batch.block_size
@@ -346,29 +343,34 @@ def _single_group(
     table = batch.padded_tables(rows, first_block[rows], width, zero_block)
     # With one row, what is beyond its last token is cut off; with more, a mask hides it.
     num_keys = int(spans[0]) if len(rows) == 1 else width * bs
-    keys = np.arange(num_keys)
-    seen = (keys < spans[:, None]) & (keys >= (first[rows] - base)[:, None])
+    hidden = (first[rows] - base)[:, None]  # gathered with its block, but before the window
+    seen = None
+    if (spans < num_keys).any() or hidden.any():
+        keys = np.arange(num_keys, dtype=np.int32)
+        seen = keys < spans[:, None].astype(np.int32)
+        if hidden.any():
+            seen &= keys >= hidden
     blank = None
     if len(rows) > 1:
         # Only the last block of a table is partly unwritten; the padding behind it is zero already.
         tail = spans[:, None] + np.arange(bs - 1)
         at = np.arange(len(rows))[:, None] * num_keys + tail
         unwritten = at[tail < -(-spans // bs)[:, None] * bs]
-        blank = to(unwritten) if len(unwritten) else None
+        blank = to_device(unwritten, device) if len(unwritten) else None
     everything = len(rows) == batch.num_tokens
-    tokens = None if everything else to(batch.query_starts[rows])
+    tokens = None if everything else to_device(batch.query_starts[rows], device)
     return _Group(
         size=len(rows),
         length=1,
         tokens=tokens,
         put=tokens,
         take=None,
-        table=to(table.ravel()),
+        table=to_device(table.ravel(), device),
         key_start=0,
         num_keys=num_keys,
         blank=blank,
         start=0,
-        mask=None if seen.all() else to(seen)[:, None, None, :],
+        mask=None if seen is None else to_device(seen, device)[:, None, None, :],
     )
 
 
