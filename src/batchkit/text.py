@@ -109,13 +109,12 @@ class IncrementalDecoder:
         text = self._text()
         start, end = self._start(text), _decided(text)
         if text and end == len(text):
-            # Behind a context that ends within a character, the pending tokens alone would start within it.
-            self._move_context(self._context + self._pending if self._undecided else self._pending)
+            self._move_context(self._pending)
             self._stream = None  # it would give this text once more
         else:
             self._sent = max(start, end)
             if len(self._pending) >= _MAX_PENDING:
-                self._shorten(text, end)
+                end = self._shorten(text)
         return text[start:end]
 
     def finish(self) -> str:
@@ -163,15 +162,20 @@ class IncrementalDecoder:
             self._head = ""
         return self._sent
 
-    def _shorten(self, text: str, end: int) -> None:
-        """Bound the number of pending tokens, of whose text so much is decided and was returned."""
-        if self._decode(self._pending):
-            sent = self._sent - end
-            self._move_context(self._pending, len(text) - end)
-            self._sent = sent
-        else:
+    def _shorten(self, text: str) -> int:
+        """Bound the number of pending tokens, whose text this is; returns how much of it is decided now."""
+        self._stream = None  # it would keep the tokens that are let go here
+        own = self._decode(self._pending)
+        if not own:
             self._pending = []  # as context they would not do: the space before a word would be lost behind them
-        self._stream = None  # it still has the tokens that were just let go
+            return _decided(text)
+        # What the old context left undecided is given up.
+        undecided = min(len(text) - _decided(text), len(own) - _decided(own))
+        end = len(text) - undecided
+        sent, head = max(self._sent, end) - end, self._head[end:]
+        self._move_context(self._pending, undecided)
+        self._sent, self._head = sent, head
+        return end
 
     def _move_context(self, token_ids: list[int], undecided: int = 0) -> None:
         self._context, self._undecided, self._base = token_ids, undecided, None

@@ -88,10 +88,10 @@ def _draw(logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> torch.Tens
         for row in rows
     ]
     sums = weights.cumsum_(dim=-1)
-    total = sums[:, -1:]
-    # The first token whose cumulative weight exceeds the target; one of weight zero never is the first.
-    target = (_upload(numbers, torch.float64, logits.device) * total).to(torch.int64)
-    return torch.searchsorted(sums, torch.minimum(target, total - 1), right=True).squeeze(-1)
+    # The first token whose cumulative weight exceeds the target; one of weight zero never is the first. There is one,
+    # for the target is less than the total even if the product is rounded up: the number is at most 1 - 2**-53.
+    target = (_upload(numbers, torch.float64, logits.device) * sums[:, -1:]).to(torch.int64)
+    return torch.searchsorted(sums, target, right=True).squeeze(-1)
 
 
 def _weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -104,22 +104,19 @@ def _weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Te
     limits = torch.finfo(torch.float32)
     temperature = _upload([[min(max(p.temperature, limits.tiny), limits.max)] for p in params], torch.float32, device)
     weights = _exp(logits, best, temperature)
-    cutoff: torch.Tensor | None = None  # [rows, 1]: logits below it are dropped
 
     some = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]
     if some:
         k = _upload([[params[i].top_k - 1] for i in some], torch.int64, device)
-        top = _take(logits, some).topk(max(params[i].top_k for i in some), dim=-1).values
-        cutoff = _put(torch.full_like(best, -math.inf), some, top.gather(1, k))
-        weights.masked_fill_(logits < cutoff, 0)
+        lowest = _take(logits, some).topk(max(params[i].top_k for i in some), dim=-1).values.gather(1, k)
+        weights.masked_fill_(logits < _put(torch.full_like(best, -math.inf), some, lowest), 0)
 
     some = [i for i, p in enumerate(params) if p.top_p < 1]
     if some:
         top_p = _upload([[params[i].top_p] for i in some], torch.float64, device)
         needed = (_take(weights, some).sum(dim=-1, keepdim=True) * top_p).ceil().to(torch.int64)
-        lowest = None if cutoff is None else _take(cutoff, some)
-        nucleus = _nucleus(_take(logits, some), _take(best, some), _take(temperature, some), lowest, needed)
-        weights.masked_fill_(logits < _put(torch.full_like(best, -math.inf), some, nucleus), 0)
+        lowest = _nucleus(_take(logits, some), _take(best, some), _take(temperature, some), needed)
+        weights.masked_fill_(logits < _put(torch.full_like(best, -math.inf), some, lowest), 0)
 
     if any(p.min_p > 0 for p in params):
         least = _upload([[math.ceil(p.min_p * _ONE)] for p in params], torch.int64, device)
@@ -137,27 +134,18 @@ def _exp(logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor) ->
     return x.exp_().mul_(_ONE).to(torch.int64)
 
 
-def _nucleus(
-    logits: torch.Tensor,
-    best: torch.Tensor,
-    temperature: torch.Tensor,
-    lowest: torch.Tensor | None,
-    needed: torch.Tensor,
-) -> torch.Tensor:
-    """[rows, 1]: the lowest logit that top_p keeps.
+def _nucleus(logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor, needed: torch.Tensor) -> torch.Tensor:
+    """[rows, 1]: the lowest logit of the fewest best tokens that have the weight needed.
 
     Args:
-        logits: [rows, vocabulary].
+        logits: [rows, vocabulary]; what top_k dropped need not be marked, for it comes after all that it kept.
         best: [rows, 1], the best logit.
         temperature: [rows, 1].
-        lowest: [rows, 1], the lowest logit that top_k kept.
-        needed: [rows, 1], the weight that the kept tokens must reach.
+        needed: [rows, 1].
     """
 
     def cut(ordered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         weights = _exp(ordered, best, temperature)
-        if lowest is not None:
-            weights.masked_fill_(ordered < lowest, 0)
         sums = weights.cumsum(dim=-1)
         kept = (sums - weights < needed).sum(dim=-1, keepdim=True)
         return ordered.gather(1, kept - 1), sums[:, -1:] >= needed

@@ -1,0 +1,102 @@
+# `make demo` and `make test` do all the set-up: a virtual environment, the dependencies, and the demo model.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL ?= .cache/smollm2
+DEMO_OUT ?= .cache/demo/answers.jsonl
+TORCH := torch==2.13.0
+OLDEST := transformers==5.17.0
+PYTEST_ARGS ?=
+
+# Tests that neither need nor find torch; whatever needs it lies in another folder.
+FAST_TESTS := tests/unit tests/contract tests/test_layers.py tests/test_exports.py src/batchkit
+# The rest does not know transformers.
+OLDEST_TESTS := tests/unit_hf tests/parity
+
+.DELETE_ON_ERROR:
+.PHONY: help demo env model test test-fast test-oldest check format bench clean clean-all
+
+help:
+	@echo "make demo         set everything up, answer examples/prompts.jsonl with SmolLM2-135M, print the figures"
+	@echo "make test         set everything up, run the whole test suite"
+	@echo "make test-fast    the tests that need no torch, in an environment that has none"
+	@echo "make test-oldest  the suite's core on the oldest transformers that is admitted ($(OLDEST))"
+	@echo "make check        ruff and mypy"
+	@echo "make format       ruff, mending what it can"
+	@echo "make bench        the throughput, start-up and scheduling benchmarks"
+	@echo "make clean        remove what tests and tools left; clean-all: the environments and the model too"
+	@echo "Variables: PYTHON=$(PYTHON) MODEL=$(MODEL) PYTEST_ARGS="
+
+# --- set-up -----------------------------------------------------------------------------------------------------
+
+define need_python
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "batchkit needs Python 3.10 or newer, and $(PYTHON) is " + sys.version.split()[0])'
+endef
+
+# The stamps are written last, so that an interrupted set-up is taken up again. pip does nothing twice.
+$(VENV)/.ready: pyproject.toml Makefile
+	$(need_python)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH) -e '.[dev]'
+	@touch $@
+
+.venv-fast/.ready: pyproject.toml Makefile
+	$(need_python)
+	$(PYTHON) -m venv .venv-fast
+	.venv-fast/bin/python -m pip install --quiet pytest pytest-xdist hypothesis typing-extensions tqdm
+	.venv-fast/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+# torch stays at the version of the main environment: older ones come only with gigabytes of CUDA libraries.
+.venv-oldest/.ready: pyproject.toml Makefile
+	$(need_python)
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/python -m pip install --quiet $(TORCH) $(OLDEST) pytest hypothesis -e .
+	@touch $@
+
+# Renamed into place when it is complete, so that the folder is either whole or absent.
+$(MODEL)/config.json: | $(VENV)/.ready
+	$(BIN)/python tools/make_smollm2.py $(MODEL)
+
+env: $(VENV)/.ready
+
+model: $(MODEL)/config.json
+
+# --- use --------------------------------------------------------------------------------------------------------
+
+demo: env model
+	@mkdir -p $(dir $(DEMO_OUT))
+	$(BIN)/batchkit generate examples/prompts.jsonl -o $(DEMO_OUT) --model $(MODEL) --scheduler chunked --overwrite
+	@$(BIN)/python tools/show_answers.py examples/prompts.jsonl $(DEMO_OUT)
+
+test: env model
+	BATCHKIT_SMOLLM2=$(MODEL) $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-fast: .venv-fast/.ready
+	@.venv-fast/bin/python -c 'import importlib.util as u; found = [m for m in ("torch", "transformers", "numpy") if u.find_spec(m)]; assert not found, f"this environment must not have {found}"'
+	.venv-fast/bin/python -m pytest -q -n auto -m 'not slow' $(PYTEST_ARGS) $(wildcard $(FAST_TESTS))
+
+test-oldest: .venv-oldest/.ready model
+	BATCHKIT_SMOLLM2=$(MODEL) .venv-oldest/bin/python -m pytest -q $(PYTEST_ARGS) $(wildcard $(OLDEST_TESTS))
+
+check: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: env
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: env model
+	$(BIN)/python benchmarks/scheduling.py
+	$(BIN)/python benchmarks/startup.py --model $(MODEL)
+	$(BIN)/python benchmarks/throughput.py --model $(MODEL)
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .cache/demo
+	find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-all: clean
+	rm -rf .venv .venv-fast .venv-oldest .cache

@@ -1,0 +1,82 @@
+"""Every example runs, as a user would run it."""
+
+from __future__ import annotations
+
+import ast
+import json
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from batchkit import cli
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """``run(name, *arguments)``: what the example prints."""
+
+    def run(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_every_example_is_run_here():
+    tested = {"compare_policies.py", "custom_scheduler.py", "offline_batch.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == tested
+
+
+def test_compare_policies(run):
+    began = time.process_time()
+    shown = run("compare_policies.py")
+    # Under 5 s on a quiet machine; processor time stretches too when others share its cores.
+    assert time.process_time() - began < 10
+    assert shown.startswith("SIMULATED: no model ran.") and "RooflineCost" in shown
+    told_the_truth, told_the_cap = shown.split("\n\n")[1:3]
+    assert "true lengths" in told_the_truth and "512 is declared" in told_the_cap
+    for table in (told_the_truth, told_the_cap):
+        rows = {line[2:39].strip(): line[39:].split() for line in table.splitlines()[3:]}
+        assert {name.split(",")[0] for name in rows} == set(cli.SCHEDULERS)
+        ratio = {name: float(values[2].rstrip("x")) for name, values in rows.items()}
+        assert ratio["static"] == 1
+        assert ratio["static, padded to the longest of all"] < 1 < ratio["static, finished dropped"]
+        assert max(ratio.values()) == max(ratio["paged"], ratio["chunked"])
+
+
+def test_custom_scheduler(run):
+    shown = run("custom_scheduler.py")
+    assert "ShortestFirst keeps the rules" in shown and "SIMULATED" in shown
+    mean = {line.split()[0]: float(line.split()[1]) for line in shown.splitlines()[-3:]}
+    assert mean["ShortestFirst"] < mean["ChunkedPrefillScheduler"]
+
+
+def test_a_useful_policy_is_thirty_lines_and_an_ablation_three():
+    source = (EXAMPLES / "custom_scheduler.py").read_text(encoding="utf-8")
+    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    lines = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in classes.items()}
+    assert lines["ShortestFirst"] <= 30
+    assert lines["CheapestVictim"] == 3
+
+
+@pytest.mark.slow
+def test_offline_batch(run, smollm2, tmp_path):
+    shown = run("offline_batch.py", smollm2, "--max-tokens", "4")
+    assert "' Paris" in shown
+    assert "4 prompts in" in shown
+
+    rows = [
+        {"prompt": "The capital of France is", "params": {"max_tokens": 3, "temperature": 0}},
+        {"prompt": "word " * 9000, "params": {"max_tokens": 3}},
+    ]
+    source = tmp_path / "prompts.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    shown = run("offline_batch.py", smollm2, str(source))
+    assert "' Paris" in shown
+    assert "(error)" in shown and "8192 tokens in all" in shown
