@@ -56,30 +56,30 @@ def blocks_of(text: str) -> Iterator[Block]:
         yield Block(match["language"], code, line, said["verb"] if said else "")
 
 
-def shell_lines(block: Block) -> list[str]:
-    """The commands of a bash or console block, with continued lines joined."""
-    code = block.code.replace("\\\n", " ")
-    lines = [line.strip() for line in code.splitlines()]
-    if block.language == "console":
-        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-    return [line for line in lines if line and not line.startswith("#")]
-
-
 def make_targets() -> set[str]:
     return set(re.findall(r"^([\w-]+):(?!=)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
 
 
 def script_of(block: Block) -> str:
-    """What bash is to run. Set-up commands are checked and left out."""
+    """What bash is to run: the commands without those of the set-up, which are only checked."""
     script = ["set -euo pipefail", f'batchkit() {{ {shlex.quote(sys.executable)} -m batchkit "$@"; }}']
-    for line in shell_lines(block):
-        line = line.replace(".venv/bin/", "")
-        words = shlex.split(line, comments=True)
-        if words[0] == "make":
-            unknown = {word for word in words[1:] if "=" not in word and not word.startswith("-")} - make_targets()
-            assert not unknown, f"the Makefile has no target {sorted(unknown)}"
-        if words[0] in SETUP or words[:3] == ["python", "-m", "pip"]:
-            continue
+    lines = block.code.replace("\\\n", " ").splitlines()
+    if block.language == "console":
+        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    document_ends = ""
+    for line in lines:
+        if document_ends:  # inside of a here-document everything is text
+            document_ends = "" if line == document_ends else document_ends
+        else:
+            line = line.replace(".venv/bin/", "")
+            first, *others = line.partition("#")[0].split() or [""]
+            if first == "make":
+                unknown = {word for word in others if re.fullmatch(r"[\w-]+", word) and word[0] != "-"} - make_targets()
+                assert not unknown, f"the Makefile has no target {sorted(unknown)}"
+            if first in SETUP or [first, *others[:2]] == ["python", "-m", "pip"]:
+                continue
+            if opened := re.search(r"<<-?\s*(['\"]?)(\w+)\1", line):
+                document_ends = opened[2]
         script.append(line)
     return "\n".join(script)
 
@@ -155,6 +155,11 @@ pip install nothing-of-this-name
 FILE=from-bash
 echo $(( 6 \\
   * 7 )) > $FILE
+cat > document <<'END'
+make tea  # isn't run
+
+END
+test "$(wc -l < document)" = 2
 ```
 """
 

@@ -168,7 +168,8 @@ class Engine:
     """Continuous batching over a runner, by a scheduler.
 
     The parts are built by the caller; `from_pretrained` and `from_model` do the usual wiring. One engine has one
-    owner: a call from another thread while a step runs raises EngineBusy, except `abort`, which is queued. Leaving a
+    owner: a call from another thread while a step runs raises EngineBusy, except `abort`, which is queued, and
+    questions (`has_unfinished`, `stats`, `geometry`, `clock`), which are also answered after `close`. Leaving a
     ``with`` block closes it.
 
     Args:
@@ -232,6 +233,7 @@ class Engine:
         self._next_id = 0
         self._wait_until: float | None = None
         self._failures = 0  # failed steps in a row
+        self._losses = 0  # losses of the KV cache without a step that worked in between
         self._errors = 0  # requests ended by the runner's faults since the last token
         self._token_limit: int | None = None  # after RunnerOutOfMemory
 
@@ -559,8 +561,7 @@ class Engine:
         executed = time.perf_counter()
         self._wait_until = out.wait_until
         num_new_tokens, num_finished = self._commit(now, results)
-        if out.rows:
-            self._num_steps += 1
+        self._num_steps += 1
         return StepReport(
             step=self._num_steps,
             time=now,
@@ -613,7 +614,7 @@ class Engine:
                 logger.warning("a step of %d rows failed, planning anew", len(out.rows), exc_info=failure)
                 return [], 0.0, failure
             return self._isolate(out, failure), 0.0, failure
-        self._failures = 0
+        self._failures = self._losses = 0
         if self._token_limit is not None:
             self._token_limit *= 2
             if self._token_limit >= self._scheduler.max_tokens_per_step:
@@ -657,9 +658,9 @@ class Engine:
     def _recompute_all(self, failure: KVLost) -> None:
         self._scheduler.recompute_all()
         self._retire()
-        self._failures += 1
-        if self._failures >= _FAILURES_BEFORE_GIVING_UP:
-            raise EngineFailed(f"the KV cache was lost {self._failures} times in a row: {failure}") from failure
+        self._losses += 1
+        if self._losses >= _FAILURES_BEFORE_GIVING_UP:
+            raise EngineFailed(f"the KV cache was lost {self._losses} times in a row: {failure}") from failure
         logger.warning("the KV cache is lost, every running sequence is computed anew", exc_info=failure)
 
     # ------------------------------------------------------------------------------- commit
@@ -738,19 +739,21 @@ class Engine:
 
     def _end(self, live: _Live, reason: FinishReason) -> None:
         """The last output of a sequence that has left the scheduler."""
-        with self._id_lock:
-            if live.aborted:
-                reason = "abort"  # it was promised, even if the request ended in the same step
-            self._by_id.pop(live.seq.request.id, None)
-        live.reason = reason
-        del self._live[live.seq.id]
-        self._finished[reason] += 1
-        self._recomputed_tokens += live.seq.num_recomputed
         if live.text is not None:
             try:
                 live.text.finish()
             except Exception as fault:
                 live.error = live.error or f"{type(fault).__name__}: {fault}"
+                reason = "error"
+        with self._id_lock:
+            if live.aborted:
+                # It was promised, even if the request ended in the same step.
+                reason, live.error = "abort", None
+            self._by_id.pop(live.seq.request.id, None)
+        live.reason = reason
+        del self._live[live.seq.id]
+        self._finished[reason] += 1
+        self._recomputed_tokens += live.seq.num_recomputed
         self._outbox.append(live.output(self._clock(), final=True))
 
     # ------------------------------------------------------------------------------- whole batches
@@ -884,7 +887,7 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             computed_tokens=self._computed_tokens,
-            recomputed_tokens=self._recomputed_tokens + sum(live.seq.num_recomputed for live in self._live.values()),
+            recomputed_tokens=self._recomputed_tokens + sum(live.seq.num_recomputed for live in list(self._live.values())),
             finished=dict(self._finished),
         )
 
@@ -903,7 +906,7 @@ class Engine:
         self._scheduler.check()
         known = {seq.id for queue in (self._scheduler.waiting, self._scheduler.running) for seq in queue}
         if known != set(self._live):
-            raise AssertionError(f"the scheduler knows sequences {sorted(known)}, the engine {sorted(self._live)}")
+            raise InvariantError(f"the scheduler knows sequences {sorted(known)}, the engine {sorted(self._live)}")
 
     def close(self) -> list[RequestOutput]:
         """Abort what is alive and free everything, the KV memory above all. Idempotent.

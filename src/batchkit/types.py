@@ -485,7 +485,7 @@ class EngineStats:
     Attributes:
         scheduler, allocator: class names.
         num_blocks, block_size, max_model_len, max_num_seqs, max_tokens_per_step: the values in force.
-        num_steps: steps that had rows.
+        num_steps: steps that had rows or copies.
         num_waiting, num_running: sequences now.
         num_free_blocks: blocks that may be given out now.
         peak_used_blocks: the most blocks that were held while rows were computed.

@@ -232,8 +232,10 @@ class Rig:
             scheduler = OrcaScheduler(PagedAllocator(1, geometry.block_size))
             engine = Engine(runner, scheduler, tokenizer=self.tokenizer, clock=VirtualClock())
             engine.add_request(prompt, params, request_id="alone")
-            while not (outputs := engine.step()) or not outputs[-1].finished:
-                pass
+            outputs: list[RequestOutput] = []
+            while engine.has_unfinished():
+                outputs += engine.step()
+            assert outputs[-1].finished
             _alone[key] = outputs[-1]
         return _alone[key]
 

@@ -367,6 +367,7 @@ def test_character_of_the_prompt_completed_after_many_skipped_tokens() -> None:
         toy = make()
         prompt = toy.ids(["a", *single("👩")[:3]])
         assert "".join(deltas(toy, prompt, toy.ids([*["<pad>"] * 14, *single("👩")[3:], "b"]))) == "👩b"
+        assert "".join(deltas(toy, prompt, toy.ids([*["<pad>"] * 14, "b"]))) == "b"
 
 
 def test_a_stream_may_be_late() -> None:

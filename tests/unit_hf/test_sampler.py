@@ -325,13 +325,24 @@ def test_a_row_alone_equals_the_row_in_any_batch(vocab: int) -> None:
     assert sample(padded[:, :vocab], rows) == expected
 
 
-def test_chunks_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_bounded_by_drawing_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = mixed_rows(60)
     logits = random_logits(60)
     expected = sample(logits, rows)
-    for size in (1, 7 * VOCAB, 30 * VOCAB + 1):
-        monkeypatch.setattr(sampler, "_CHUNK_CPU", size)
+    weights, sizes = sampler._weights, []
+
+    def recorded(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+        sizes.append(len(params))
+        return weights(logits, params)
+
+    monkeypatch.setattr(sampler, "_weights", recorded)
+    for rows_at_once in (1, 7, 30):
+        monkeypatch.setattr(sampler, "_CHUNK_CPU", rows_at_once * VOCAB + 1)
+        sizes.clear()
         assert sample(logits, rows) == expected
+        assert max(sizes) == rows_at_once
+    monkeypatch.setattr(sampler, "_CHUNK_CPU", 1)  # a single row exceeds it
+    assert sample(logits, rows) == expected
 
 
 def test_the_same_row_gives_the_same_token_again() -> None:
