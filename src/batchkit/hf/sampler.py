@@ -35,7 +35,8 @@ def sample(logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> list[int]
     Temperature 0 takes the best token, of several equal ones the first. Otherwise the filters apply in the order of
     transformers' warpers, temperature, top_k, top_p, min_p, each to what the one before left, and keep the same tokens;
     the best token always survives. Tokens whose logits are equal are kept or dropped together, so a filter may keep
-    more of them than transformers does. What a filter dropped is never drawn.
+    more of them than transformers does. What a filter dropped is never drawn, nor a token 2**42 times less probable
+    than the best one.
 
     A token is a function of the row's logits, the request's seed, the sample's index and the token's position: nothing
     is kept between calls, and neighbours, order and shape of the batch have no influence. While a sample has fewer than
