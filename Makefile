@@ -65,6 +65,7 @@ model: $(MODEL)/config.json
 
 # --- use --------------------------------------------------------------------------------------------------------
 
+# float32 is exact under every policy, and on CPUs without bf16 units several times faster than bf16.
 demo: env model
 	@mkdir -p $(dir $(DEMO_OUT))
 	$(BIN)/batchkit generate examples/prompts.jsonl -o $(DEMO_OUT) --model $(MODEL) --scheduler chunked --overwrite
