@@ -275,7 +275,7 @@ def _params(row: dict[str, Any], defaults: dict[str, Any]) -> SamplingParams:
     given = {} if given is None else given
     if not isinstance(given, dict):
         raise TypeError(f"params must be an object, got {_kind(given)}")
-    for name, value in given.items():
+    for name in given:
         if name not in _PARAMS:
             near = difflib.get_close_matches(name, _PARAMS, n=1)
             raise ValueError(f"unknown parameter {name!r}; " + (f"is it {near[0]}?" if near else _known()))

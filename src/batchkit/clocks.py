@@ -27,7 +27,8 @@ class MonotonicClock:
 
     def sleep_until(self, t: float) -> None:
         """Sleep until `t`."""
-        time.sleep(max(0.0, t - time.monotonic()))
+        while (left := t - time.monotonic()) > 0:
+            time.sleep(min(left, 86_400.0))  # the system cannot sleep for any length at once
 
 
 class VirtualClock:

@@ -209,8 +209,6 @@ class Engine:
         for part in self._parts:
             if part.__dict__.get(_IN_USE):
                 raise ValueError(f"this {type(part).__name__} serves another engine already; each needs its own")
-        for part in self._parts:
-            part.__dict__[_IN_USE] = True
         geometry = runner.geometry
         self._runner = runner
         self._scheduler = scheduler
@@ -227,6 +225,7 @@ class Engine:
         self._outbox: list[RequestOutput] = []
         self._closed = False
         self._turn_lock = threading.Lock()  # held while a step or a change is under way
+        self._owner = threading.get_ident()  # the thread of the last turn
         self._in_hook = False
         self._id_lock = threading.Lock()  # makes "is it live?" and "mark it aborted" one act
         self._aborts: deque[_Live] = deque()
@@ -240,6 +239,8 @@ class Engine:
         self._num_steps = self._prompt_tokens = self._generated_tokens = self._computed_tokens = 0
         self._num_preemptions = self._recomputed_tokens = self._peak_used_blocks = 0
         self._finished: Counter[FinishReason] = Counter()
+        for part in self._parts:  # last, so that an engine that could not be made leaves them free
+            part.__dict__[_IN_USE] = True
 
     # ------------------------------------------------------------------------------- wiring
 
@@ -378,6 +379,7 @@ class Engine:
             EngineClosed: after `close`.
         """
         with self._turn():
+            self._apply_aborts()
             params = SamplingParams() if params is None else params
             if not isinstance(params, SamplingParams):
                 raise TypeError(f"params must be SamplingParams, got {params!r}")
@@ -415,19 +417,26 @@ class Engine:
                 length_hint=length_hint,
                 **({} if metadata is None else {"metadata": metadata}),
             )
-            text = OutputText(tokenizer, request) if tokenizer is not None and params.detokenize else None
+            try:
+                text = OutputText(tokenizer, request) if tokenizer is not None and params.detokenize else None
+            except Exception as fault:
+                raise RequestError(f"the tokenizer cannot decode the prompt: {_named(fault)}") from fault
             live = _Live(Sequence(request), text)
             self._scheduler.add(live.seq)
             self._live[live.seq.id] = live
             with self._id_lock:
                 self._by_id[request.id] = live
+            self._wait_until = None  # it may be what the policy waited for
             return request.id
 
     def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer, and this engine has none; give token ids")
-            token_ids = tuple(self._tokenizer.encode(prompt))
+            try:
+                token_ids = tuple(self._tokenizer.encode(prompt))
+            except Exception as fault:
+                raise RequestError(f"the tokenizer cannot encode the prompt: {_named(fault)}") from fault
         elif isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
             raise TypeError(f"a prompt is text or a sequence of token ids, got {type(prompt).__name__}")
         else:
@@ -480,8 +489,9 @@ class Engine:
                 return False
             live.aborted = True
             self._aborts.append(live)
-        if self._turn_lock.acquire(blocking=False):
-            # No step is running. Otherwise that one, or the next, sees the queue.
+        # Another thread leaves it to the owner's running or next step; here no step is running, unless the call comes
+        # from inside of one.
+        if threading.get_ident() == self._owner and self._turn_lock.acquire(blocking=False):
             try:
                 self._apply_aborts()
             finally:
@@ -527,7 +537,7 @@ class Engine:
         """
         with self._turn():
             due, self._wait_until = self._wait_until, None
-        if due is not None:  # others may call while it sleeps
+        if due is not None and not (self._outbox or self._aborts):  # others may call while it sleeps
             self._clock.sleep_until(due if until is None else min(until, due))
 
     def _advance(self) -> StepReport | None:
@@ -641,7 +651,9 @@ class Engine:
                 raise
             except Exception as error:
                 failure = error
-                if len(rows) == 1:
+                if isinstance(error, RunnerOutOfMemory) and len(rows) == 1 and part.num_tokens > 1:
+                    self._token_limit = part.num_tokens // 2  # it is too long, not at fault
+                elif len(rows) == 1:
                     bad.append((rows[0], RowResult(error=f"{type(error).__name__}: {error}")))
                 else:
                     groups += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
@@ -687,6 +699,12 @@ class Engine:
                 scheduler.abort(live.seq)
                 self._end(live, "error")
                 continue
+            except BaseException:
+                # Interrupted between its token and its text: neither can be taken back. The others are planned anew.
+                live.error = "interrupted while its token was taken in"
+                scheduler.abort(live.seq)
+                self._end(live, "error")
+                raise
             if row.samples:
                 num_new_tokens += 1
                 self._errors = 0
@@ -694,12 +712,12 @@ class Engine:
             if reason is not None:
                 live.reason = reason
                 scheduler.finish(live.seq)
+        self._generated_tokens += num_new_tokens
         for seq_id in self._retire():
             news.pop(seq_id, None)
         if scheduler.streams and news:
             delivered = self._clock()
             self._outbox += [live.output(delivered, final=False) for live in news.values()]
-        self._generated_tokens += num_new_tokens
         return num_new_tokens, sum(self._finished.values()) - before
 
     def _take(self, live: _Live, row: ScheduledSequence, result: RowResult) -> FinishReason | None:
@@ -751,10 +769,10 @@ class Engine:
                 reason, live.error = "abort", None
             self._by_id.pop(live.seq.request.id, None)
         live.reason = reason
+        self._outbox.append(live.output(self._clock(), final=True))
         del self._live[live.seq.id]
         self._finished[reason] += 1
         self._recomputed_tokens += live.seq.num_recomputed
-        self._outbox.append(live.output(self._clock(), final=True))
 
     # ------------------------------------------------------------------------------- whole batches
 
@@ -840,11 +858,16 @@ class Engine:
                 if exhausted and not mine:
                     return
                 outputs = self.step()
-                # Kept before anything is yielded: whoever takes these may be interrupted.
-                others += [output for output in outputs if output.request_id not in mine]
+                # Kept before anything is yielded: whoever takes these may be interrupted. An id is free once its
+                # request has ended, so what comes under it after that is somebody else's.
+                ours: list[RequestOutput] = []
+                ended: set[str] = set()
                 for output in outputs:
-                    if output.request_id not in mine:
-                        continue
+                    is_ours = output.request_id in mine and output.request_id not in ended
+                    (ours if is_ours else others).append(output)
+                    if is_ours and output.finished:
+                        ended.add(output.request_id)
+                for output in ours:
                     index = mine[output.request_id]
                     if output.finished:
                         del mine[output.request_id]
@@ -887,7 +910,8 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
             computed_tokens=self._computed_tokens,
-            recomputed_tokens=self._recomputed_tokens + sum(live.seq.num_recomputed for live in list(self._live.values())),
+            recomputed_tokens=self._recomputed_tokens
+            + sum(live.seq.num_recomputed for live in list(self._live.values())),
             finished=dict(self._finished),
         )
 
@@ -944,6 +968,7 @@ class Engine:
             raise EngineClosed("this engine is closed")
         if not self._turn_lock.acquire(blocking=False):
             raise EngineBusy("a step is running; only abort may be called from another thread or from inside a step")
+        self._owner = threading.get_ident()
         try:
             yield
         finally:
@@ -959,6 +984,8 @@ def _check_parts_agree(runner: ModelRunner, scheduler: Scheduler) -> None:
             f"{geometry.block_size}"
         )
     host = getattr(scheduler.preemption, "host", None)
+    if host is allocator:
+        raise ValueError("Swap needs an allocator of its own for the host's blocks, not the scheduler's")
     if isinstance(host, BlockAllocator) and (
         host.num_blocks > geometry.host_blocks or host.block_size != geometry.block_size
     ):
@@ -971,6 +998,10 @@ def _check_parts_agree(runner: ModelRunner, scheduler: Scheduler) -> None:
             f"the scheduler is in use: {allocator.num_blocks - allocator.num_free_blocks} blocks taken, "
             f"{len(scheduler.waiting)} sequences waiting, {len(scheduler.running)} running"
         )
+
+
+def _named(fault: Exception) -> str:
+    return f"{type(fault).__name__}: {fault}"
 
 
 def _pairs(

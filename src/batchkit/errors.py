@@ -84,8 +84,12 @@ class UnsupportedModel(BatchkitError, ValueError):
     """
 
     def __init__(self, model: str, reasons: tuple[str, ...] | list[str]) -> None:
+        self._model = model
         self.reasons = tuple(reasons)
         super().__init__(f"{model} cannot be bound: " + "; ".join(self.reasons))
+
+    def __reduce__(self) -> tuple[type[UnsupportedModel], tuple[str, tuple[str, ...]]]:
+        return type(self), (self._model, self.reasons)
 
 
 class OutOfKVMemory(BatchkitError, ValueError):
@@ -104,5 +108,9 @@ class ConformanceError(BatchkitError, AssertionError):
     """
 
     def __init__(self, part: str, rule: str, details: str) -> None:
+        self._parts = (part, rule, details)
         self.rule = rule
         super().__init__(f"{part} breaks a rule: {rule}. {details}")
+
+    def __reduce__(self) -> tuple[type[ConformanceError], tuple[str, str, str]]:
+        return type(self), self._parts

@@ -63,6 +63,7 @@ class Step:
         "_chosen",
         "_first_refusal",
         "_preempted",
+        "_reading_victims",
         "_scheduler",
         "_wait_until",
         "now",
@@ -79,6 +80,7 @@ class Step:
         self._preempted: dict[int, Eviction] = {}
         self._first_refusal: Refusal | None = None
         self._wait_until: float | None = None
+        self._reading_victims = False
 
     def __bool__(self) -> bool:
         """Whether any sequence has been chosen."""
@@ -119,7 +121,9 @@ class Step:
         status = seq.status
         if seq.id in self._chosen:
             raise PolicyError(f"{seq!r} is in this step already")
-        if status is Status.HELD:
+        if self._reading_victims:
+            raise PolicyError("the verbs of a step may not be used while one of them reads its victims")
+        if status is Status.HELD and seq.id in scheduler._held:
             if self.tokens_left < 1:
                 return self._refuse(seq, Refusal.TOKENS)
             self._chosen[seq.id] = (seq, 0)
@@ -182,7 +186,15 @@ class Step:
 
     def _eligible(self, seq: Sequence, victims: Iterable[Sequence]) -> Iterator[Sequence]:
         offered = {seq.id}
-        for victim in victims:
+        source = iter(victims)
+        while True:
+            self._reading_victims = True
+            try:
+                victim = next(source, None)
+            finally:
+                self._reading_victims = False
+            if victim is None:
+                return
             if victim.id in offered or victim.id in self._chosen or victim.status is not Status.RUNNING:
                 continue
             offered.add(victim.id)
@@ -204,6 +216,8 @@ class Step:
         Raises:
             PolicyError: it is in this step, or it does not run.
         """
+        if self._reading_victims:
+            raise PolicyError("the verbs of a step may not be used while one of them reads its victims")
         if seq.id in self._chosen:
             raise PolicyError(f"{seq!r} is in this step and cannot be preempted")
         if seq.status is not Status.RUNNING or seq not in self._scheduler._running:
@@ -453,9 +467,11 @@ class Scheduler(ABC):
             if head is not None
             else ""
         )
+        until = step._wait_until
+        waits = "no time to wait for" if until is None else f"a time that is not later than now ({until} <= {step.now})"
         refused = f"last refused for lack of {step.refused.value}" if step.refused else "nothing was refused"
         return (
-            f"{type(self).__name__} chose nothing and named no time to wait for, with {len(self._waiting)} waiting, "
+            f"{type(self).__name__} chose nothing and named {waits}, with {len(self._waiting)} waiting, "
             f"{len(self._running)} running ({len(self._held)} held), {allocator.num_free_blocks} of "
             f"{allocator.num_blocks} blocks free, {len(self._seats)} of {self.max_num_seqs} seats free, "
             f"{step.tokens_left} tokens left; {refused}{needs}"

@@ -7,6 +7,7 @@ a cost function says of each step.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -295,6 +296,8 @@ class WorkloadRecord:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not math.isfinite(self.arrival):
+            raise ValueError(f"arrival must be a time in seconds, got {self.arrival}")
         if self.output_tokens is not None and not 1 <= self.output_tokens <= self.max_tokens:
             raise ValueError(
                 f"output_tokens must be between 1 and max_tokens ({self.max_tokens}), got {self.output_tokens}"

@@ -40,7 +40,7 @@ POLICIES = [
 
 @pytest.mark.parametrize("make", POLICIES, ids=lambda make: make.__name__)
 def test_policy(make):
-    check_scheduler(make, num_workloads=8, max_wait_steps=100)
+    check_scheduler(make, num_workloads=4, max_wait_steps=100)
 
 
 @pytest.mark.parametrize("make", [PagedAllocator, ContiguousAllocator])
