@@ -145,7 +145,7 @@ class Step:
                 return self._refuse(seq, Refusal.SEATS)
             evict.append(victim)
 
-        known = seq.num_tokens
+        known = seq.num_prompt + len(seq.output)  # num_tokens, without the call: this runs for every row
         done = seq.num_computed
         hit: tuple[int, ...] = ()
         if allocator.prefix_caching and waiting and not done:
