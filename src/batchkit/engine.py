@@ -654,13 +654,13 @@ class Engine:
                 if isinstance(error, RunnerOutOfMemory) and len(rows) == 1 and part.num_tokens > 1:
                     self._token_limit = part.num_tokens // 2  # it is too long, not at fault
                 elif len(rows) == 1:
-                    bad.append((rows[0], RowResult(error=f"{type(error).__name__}: {error}")))
+                    bad.append((rows[0], RowResult(error=_named(error))))
                 else:
                     groups += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
         if not good and self._errors + len(bad) >= _FAILURES_BEFORE_GIVING_UP:
             raise EngineFailed(
                 f"the runner failed on each of {len(bad)} rows executed alone, and {self._errors} requests before them "
-                f"ended by its faults without a token in between; last: {type(failure).__name__}: {failure}"
+                f"ended by its faults without a token in between; last: {_named(failure)}"
             ) from failure
         self._failures = 0
         self._errors += len(bad)
@@ -695,7 +695,7 @@ class Engine:
             try:
                 reason = self._take(live, row, result)
             except Exception as fault:
-                live.error = str(fault) if isinstance(fault, RunnerError) else f"{type(fault).__name__}: {fault}"
+                live.error = str(fault) if isinstance(fault, RunnerError) else _named(fault)
                 scheduler.abort(live.seq)
                 self._end(live, "error")
                 continue
@@ -761,7 +761,7 @@ class Engine:
             try:
                 live.text.finish()
             except Exception as fault:
-                live.error = live.error or f"{type(fault).__name__}: {fault}"
+                live.error = live.error or _named(fault)
                 reason = "error"
         with self._id_lock:
             if live.aborted:
