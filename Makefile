@@ -65,7 +65,6 @@ model: $(MODEL)/config.json
 
 # --- use --------------------------------------------------------------------------------------------------------
 
-# float32 is exact under every policy, and on CPUs without bf16 units several times faster than bf16.
 # float32: the same tokens under every policy, and on a CPU without bf16 units several times faster than bf16.
 demo: env model
 	@mkdir -p $(dir $(DEMO_OUT))

@@ -19,6 +19,7 @@ from .errors import (
     KVLost,
     OutOfKVMemory,
     PolicyError,
+    PromptsFailed,
     RequestError,
     RequestTooLong,
     RunnerError,
@@ -42,6 +43,7 @@ from .simulate import RooflineCost, SimulatedRunner, TrueLengths, WorkloadRecord
 from .text import Tokenizer
 from .types import (
     BlockCopy,
+    Blocked,
     Completion,
     EngineStats,
     Eviction,
@@ -65,6 +67,7 @@ __all__ = [
     "BatchkitError",
     "BlockAllocator",
     "BlockCopy",
+    "Blocked",
     "ChunkedPrefillScheduler",
     "Clock",
     "Completion",
@@ -90,6 +93,7 @@ __all__ = [
     "PagedScheduler",
     "PolicyError",
     "Preemption",
+    "PromptsFailed",
     "Recompute",
     "Refusal",
     "Request",

@@ -30,18 +30,15 @@ What happens when something fails:
 from __future__ import annotations
 
 import logging
-import math
-import operator
-import secrets
+import os
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from collections.abc import Sequence as ListLike
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from types import NoneType, TracebackType
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .allocators import BlockAllocator, PagedAllocator
 from .clocks import Clock, MonotonicClock
@@ -52,11 +49,12 @@ from .errors import (
     EngineFailed,
     InvariantError,
     KVLost,
+    PromptsFailed,
     RequestError,
-    RequestTooLong,
     RunnerError,
     RunnerOutOfMemory,
 )
+from .intake import Intake, Prompt, named
 from .preemption import Swap
 from .runner import ModelRunner
 from .scheduler import API_VERSION, Scheduler
@@ -64,12 +62,12 @@ from .schedulers import ChunkedPrefillScheduler
 from .sequence import Sequence, Status
 from .stopping import advance
 from .text import OutputText, Tokenizer
+from .trace import TraceWriter
 from .types import (
     Completion,
     EngineStats,
     FinishReason,
     KVGeometry,
-    Request,
     RequestOutput,
     RequestTimings,
     RowResult,
@@ -88,8 +86,7 @@ __all__ = ["Engine", "Prompt"]
 logger = logging.getLogger("batchkit")
 logger.addHandler(logging.NullHandler())  # what is shown is the host program's choice
 
-Prompt = str | ListLike[int]
-"""Text, or token ids."""
+OnError = Literal["raise", "return"]
 
 _FAILURES_BEFORE_GIVING_UP = 3
 _IN_USE = "_serves_an_engine"
@@ -106,15 +103,17 @@ class _Live:
         "first_token",
         "num_delivered",
         "num_pieces_delivered",
+        "position",
         "reason",
         "seq",
         "text",
         "timings",
     )
 
-    def __init__(self, seq: Sequence, text: OutputText | None) -> None:
+    def __init__(self, seq: Sequence, text: OutputText | None, position: int | None) -> None:
         self.seq = seq
         self.text = text
+        self.position = position
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
         self.finished: float | None = None
@@ -161,6 +160,7 @@ class _Live:
             timings=self.timings,
             error=self.error,
             prompt=request.prompt,
+            position=self.position,
         )
 
 
@@ -180,9 +180,12 @@ class Engine:
         clock: the source of time. Default: the system's monotonic clock.
         on_step: called with a `StepReport` after each step that had rows, copies or a failure. It may call
             `add_request`, `abort` and `stats`.
+        trace: a file that gets a line of JSON for each of those steps; see `batchkit.trace`. One that exists is
+            overwritten.
 
     Raises:
         ValueError: the parts do not agree about the blocks, or serve another engine.
+        OSError: the trace cannot be written.
     """
 
     def __init__(
@@ -193,6 +196,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         clock: Clock | None = None,
         on_step: Callable[[StepReport], None] | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(runner, ModelRunner):
             raise TypeError(f"runner must be a ModelRunner, got {runner!r}")
@@ -212,13 +216,10 @@ class Engine:
         geometry = runner.geometry
         self._runner = runner
         self._scheduler = scheduler
-        self._tokenizer = tokenizer
         self._clock: Clock = clock if clock is not None else MonotonicClock()
         self._on_step = on_step
         self._max_model_len = min(geometry.max_model_len, scheduler.max_model_len or geometry.max_model_len)
-        self._eos_token_ids = frozenset(geometry.eos_token_ids)
-        if tokenizer is not None and tokenizer.eos_token_id is not None:
-            self._eos_token_ids |= {tokenizer.eos_token_id}
+        self._intake = Intake(geometry, tokenizer, self._clock, self._max_model_len)
 
         self._live: dict[int, _Live] = {}  # by Sequence.id
         self._by_id: dict[str, _Live] = {}  # by the caller's id
@@ -239,6 +240,7 @@ class Engine:
         self._num_steps = self._prompt_tokens = self._generated_tokens = self._computed_tokens = 0
         self._num_preemptions = self._recomputed_tokens = self._peak_used_blocks = 0
         self._finished: Counter[FinishReason] = Counter()
+        self._trace = TraceWriter(trace, self.stats(), self._clock()) if trace is not None else None
         for part in self._parts:  # last, so that an engine that could not be made leaves them free
             part.__dict__[_IN_USE] = True
 
@@ -286,6 +288,7 @@ class Engine:
         max_tokens_per_step: int | None = None,
         clock: Clock | None = None,
         on_step: Callable[[StepReport], None] | None = None,
+        trace: str | os.PathLike[str] | None = None,
         **scheduler_args: Any,
     ) -> Engine:
         """Serve a transformers model that the caller has already, and keeps.
@@ -308,6 +311,7 @@ class Engine:
             max_tokens_per_step: see `Scheduler`.
             clock: see `Engine`.
             on_step: see `Engine`.
+            trace: see `Engine`.
             scheduler_args: further arguments of the policy's class.
 
         Raises:
@@ -339,7 +343,7 @@ class Engine:
                 preemption=Swap(host) if host else None,
                 **scheduler_args,
             )
-            return cls(runner, policy, tokenizer=as_tokenizer(tokenizer), clock=clock, on_step=on_step)
+            return cls(runner, policy, tokenizer=as_tokenizer(tokenizer), clock=clock, on_step=on_step, trace=trace)
         except BaseException:
             runner.close()
             raise
@@ -357,11 +361,14 @@ class Engine:
         deadline: float | None = None,
         length_hint: int | None = None,
         metadata: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Queue a request. All or nothing: if it raises, the engine is as it was.
 
         Args:
-            prompt: text, or token ids.
+            prompt: text, or token ids, or the messages of a conversation (``[{"role": "user", "content": "..."}]``),
+                which go through the tokenizer's chat template. That gives the special tokens of the prompt, so that
+                none are added; text gets those that the tokenizer adds by default.
             params: how to sample and when to stop. Default: ``SamplingParams()``.
             request_id: a name for it; free again once the request has ended. Default: a fresh one.
             arrival: when it arrived, in seconds of the engine's clock. Default: now.
@@ -369,105 +376,47 @@ class Engine:
             deadline: in seconds of the engine's clock.
             length_hint: a guess of the number of tokens it will generate.
             metadata: anything, a tenant's name for instance.
+            chat_template_kwargs: for the chat template of messages, such as ``tools``. By default it opens the
+                assistant's turn (``add_generation_prompt``), unless ``continue_final_message`` is set.
 
         Returns:
             The request's id.
 
         Raises:
             RequestError: it cannot be taken, now or ever; the message has the numbers.
+            TypeError: an argument is not what it should be.
             EngineBusy: another thread is in `step`.
             EngineClosed: after `close`.
         """
+        return self._add(
+            prompt,
+            params,
+            request_id=request_id,
+            priority=priority,
+            arrival=arrival,
+            deadline=deadline,
+            length_hint=length_hint,
+            metadata=metadata,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+
+    def _add(
+        self, prompt: Prompt, params: SamplingParams | None, *, position: int | None = None, **options: Any
+    ) -> str:
         with self._turn():
             self._apply_aborts()
-            params = SamplingParams() if params is None else params
-            if not isinstance(params, SamplingParams):
-                raise TypeError(f"params must be SamplingParams, got {params!r}")
-            if request_id is not None and not isinstance(request_id, str):
-                raise TypeError(f"request_id must be a string, got {request_id!r}")
-            if arrival is not None and not math.isfinite(arrival):
-                raise RequestError(f"arrival must be a time in seconds, got {arrival}")
-            if request_id is not None and request_id in self._by_id:
-                raise DuplicateRequest(f"a request with id {request_id!r} is still alive")
-            tokenizer = self._tokenizer
-            token_ids = self._token_ids(prompt)
-            stop_token_ids = set(params.stop_token_ids)
-            if params.stop and tokenizer is None:
-                raise RequestError(f"stop strings {params.stop} need a tokenizer, and this engine has none")
-            special = getattr(tokenizer, "special_token_id", None)
-            if special is not None:
-                # The text of a special token may never appear in the output, so it is looked for as a token.
-                stop_token_ids |= {found for s in params.stop if (found := special(s)) is not None}
-            vocab_size = self._runner.geometry.vocab_size
-            for kind, ids in (("prompt token", token_ids), ("stop token", stop_token_ids)):
-                for token in ids:
-                    if not 0 <= token < vocab_size:
-                        raise RequestError(f"{kind} id {token} is not in the vocabulary of {vocab_size}")
-            request = Request(
-                id=request_id if request_id is not None else self._fresh_id(),
-                prompt_token_ids=token_ids,
-                params=params,
-                max_tokens=self._max_tokens(len(token_ids), params),
-                seed=params.seed if params.seed is not None else secrets.randbits(63),
-                stop_token_ids=frozenset(stop_token_ids if params.ignore_eos else stop_token_ids | self._eos_token_ids),
-                arrival=self._clock() if arrival is None else arrival,
-                prompt=prompt if isinstance(prompt, str) else None,
-                priority=priority,
-                deadline=deadline,
-                length_hint=length_hint,
-                **({} if metadata is None else {"metadata": metadata}),
-            )
-            try:
-                text = OutputText(tokenizer, request) if tokenizer is not None and params.detokenize else None
-            except Exception as fault:
-                raise RequestError(f"the tokenizer cannot decode the prompt: {_named(fault)}") from fault
-            live = _Live(Sequence(request), text)
+            request = self._intake.request(prompt, params, fresh_id=self._fresh_id, **options)
+            if request.id in self._by_id:
+                raise DuplicateRequest(f"a request with id {request.id!r} is still alive")
+            live = _Live(Sequence(request), self._intake.text(request), position)
             self._scheduler.add(live.seq)
             self._live[live.seq.id] = live
             with self._id_lock:
                 self._by_id[request.id] = live
             self._wait_until = None  # it may be what the policy waited for
+            if self._trace is not None:
+                self._trace.added(request)
             return request.id
-
-    def _token_ids(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise RequestError("a text prompt needs a tokenizer, and this engine has none; give token ids")
-            try:
-                token_ids = tuple(self._tokenizer.encode(prompt))
-            except Exception as fault:
-                raise RequestError(f"the tokenizer cannot encode the prompt: {_named(fault)}") from fault
-        elif isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
-            raise TypeError(f"a prompt is text or a sequence of token ids, got {type(prompt).__name__}")
-        else:
-            try:
-                token_ids = tuple(operator.index(token) for token in prompt)
-            except TypeError:
-                raise TypeError("a prompt is text or a sequence of token ids; not all of these are integers") from None
-        if not token_ids:
-            raise RequestError("the prompt is empty: there is no token to continue from")
-        return token_ids
-
-    def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
-        """The limit in force, by the arithmetic that the allocator uses."""
-        length, allocator = self._max_model_len, self._scheduler.allocator
-        slots = allocator.num_blocks * allocator.block_size
-        pool = f"{allocator.num_blocks} blocks of {allocator.block_size} tokens"
-        # The last token generated is never written, so it needs room in the model's length but no KV slot.
-        most = min(length - num_prompt, slots - num_prompt + 1)
-        asked = params.max_tokens
-        if most < 1 or (asked is not None and asked > most):
-            raise RequestTooLong(
-                f"a prompt of {num_prompt} tokens and {asked if asked is not None else 'at least 1'} to generate "
-                f"can never run: the model takes {length} tokens in all, and the KV cache {slots} ({pool}) without "
-                f"the last one generated, which leaves room to generate {max(0, most)}"
-            )
-        if asked is None and params.min_tokens > most:
-            raise RequestTooLong(
-                f"min_tokens is {params.min_tokens}, but a prompt of {num_prompt} tokens leaves room for {most} "
-                f"(model length {length}, KV cache of {pool})"
-            )
-        return most if asked is None else asked
 
     def _fresh_id(self) -> str:
         while True:
@@ -572,7 +521,7 @@ class Engine:
         self._wait_until = out.wait_until
         num_new_tokens, num_finished = self._commit(now, results)
         self._num_steps += 1
-        return StepReport(
+        report = StepReport(
             step=self._num_steps,
             time=now,
             output=out,
@@ -587,6 +536,9 @@ class Engine:
             sample_s=sample_s,
             error=error,
         )
+        if self._trace is not None:
+            self._trace.step(report)
+        return report
 
     def _copy(self, out: SchedulerOutput) -> None:
         try:
@@ -654,13 +606,13 @@ class Engine:
                 if isinstance(error, RunnerOutOfMemory) and len(rows) == 1 and part.num_tokens > 1:
                     self._token_limit = part.num_tokens // 2  # it is too long, not at fault
                 elif len(rows) == 1:
-                    bad.append((rows[0], RowResult(error=_named(error))))
+                    bad.append((rows[0], RowResult(error=named(error))))
                 else:
                     groups += [rows[len(rows) // 2 :], rows[: len(rows) // 2]]
         if not good and self._errors + len(bad) >= _FAILURES_BEFORE_GIVING_UP:
             raise EngineFailed(
                 f"the runner failed on each of {len(bad)} rows executed alone, and {self._errors} requests before them "
-                f"ended by its faults without a token in between; last: {_named(failure)}"
+                f"ended by its faults without a token in between; last: {named(failure)}"
             ) from failure
         self._failures = 0
         self._errors += len(bad)
@@ -695,7 +647,7 @@ class Engine:
             try:
                 reason = self._take(live, row, result)
             except Exception as fault:
-                live.error = str(fault) if isinstance(fault, RunnerError) else _named(fault)
+                live.error = str(fault) if isinstance(fault, RunnerError) else named(fault)
                 scheduler.abort(live.seq)
                 self._end(live, "error")
                 continue
@@ -761,7 +713,7 @@ class Engine:
             try:
                 live.text.finish()
             except Exception as fault:
-                live.error = live.error or _named(fault)
+                live.error = live.error or named(fault)
                 reason = "error"
         with self._id_lock:
             if live.aborted:
@@ -769,7 +721,10 @@ class Engine:
                 reason, live.error = "abort", None
             self._by_id.pop(live.seq.request.id, None)
         live.reason = reason
-        self._outbox.append(live.output(self._clock(), final=True))
+        output = live.output(self._clock(), final=True)
+        self._outbox.append(output)
+        if self._trace is not None:
+            self._trace.ended(output, live.seq.id)
         del self._live[live.seq.id]
         self._finished[reason] += 1
         self._recomputed_tokens += live.seq.num_recomputed
@@ -782,101 +737,140 @@ class Engine:
         params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         progress: bool = False,
-        on_error: Literal["raise", "return"] = "raise",
+        on_error: OnError = "raise",
         window: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Run prompts to their end; returns their final outputs, in the order of the prompts.
 
         Other requests of this engine go on beside them; their outputs come from the next `step`. If it raises, or is
-        interrupted, what it started is aborted.
+        interrupted, what it started is aborted. For more prompts than memory has room for, see `stream`.
 
         Args:
-            prompts: texts or token id lists; any iterable, read as there is room.
+            prompts: what `add_request` takes, many of them; any iterable, read as there is room.
             params: one for all, or one for each.
             progress: show a bar on stderr.
             on_error: what becomes of a prompt that cannot be taken: "raise" raises at once, "return" gives it an
                 output with finish reason ``"error"``. A request that fails while it runs always gives such an output.
             window: at most so many of the prompts are in the engine at a time. Default: 1024, or four for each seat.
+            chat_template_kwargs: see `add_request`; for all prompts.
 
         Raises:
             RequestError: a prompt cannot be taken, with its position.
+            PromptsFailed: the iterable of prompts or of params raised; what was taken before has run to its end, and
+                is in the error's `outputs`.
             ValueError: there are fewer or more params than prompts.
         """
-        if isinstance(prompts, (str, bytes)):
-            raise TypeError("generate takes a list of prompts; for a single one, [prompt]")
-        if on_error not in ("raise", "return"):
-            raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
         results: dict[int, RequestOutput] = {}
         bar = None
+        outputs = self.stream(
+            prompts, params, on_error=on_error, window=window, chat_template_kwargs=chat_template_kwargs
+        )
         if progress:
             from tqdm import tqdm
 
-            bar = tqdm(total=len(prompts) if isinstance(prompts, Sized) else None, unit="req")
+            bar = tqdm(total=_length(prompts), unit="req")
         try:
-            for index, output in self._serve(prompts, params, on_error, window):
+            for output in outputs:
                 if output.finished:
-                    results[index] = output
+                    assert output.position is not None
+                    results[output.position] = output
                     if bar is not None:
                         bar.update()
+        except PromptsFailed as failure:
+            failure.outputs = [results[position] for position in sorted(results)]
+            raise
         finally:
+            outputs.close()
             if bar is not None:
                 bar.close()
-        return [results[index] for index in range(len(results))]
+        return [results[position] for position in range(len(results))]
 
-    def _serve(
+    def stream(
         self,
         prompts: Iterable[Prompt],
-        params: SamplingParams | Iterable[SamplingParams] | None,
-        on_error: str,
-        window: int | None,
-    ) -> Iterator[tuple[int, RequestOutput]]:
-        """Every output of every prompt with the prompt's position, as they come."""
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        *,
+        on_error: OnError = "raise",
+        window: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Generator[RequestOutput, None, None]:
+        """Run prompts to their end, and give every output as it comes: what is new of which prompt.
+
+        `RequestOutput.position` says of which. The engine steps while the generator is asked for the next output.
+        Nothing but the window is held, however many prompts there are. Closing the generator aborts what runs.
+
+        Args, and what it raises: as `generate`. `PromptsFailed.outputs` is empty, since everything has been given.
+        """
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+            raise TypeError(f"this takes many prompts, got {type(prompts).__name__}; for a single one, [prompt]")
+        if (given := _length(params)) is not None and (count := _length(prompts)) is not None and given != count:
+            raise ValueError(f"{count} prompts, but {given} params")
+        if not isinstance(params, (SamplingParams, Iterable, NoneType)):
+            raise TypeError(f"params must be SamplingParams, or one for each prompt, got {params!r}")
+        if on_error not in get_args(OnError):
+            raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
         if window is None:
             window = max(1024, 4 * self._scheduler.max_num_seqs)
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
-        todo = enumerate(_pairs(prompts, params))
-        mine: dict[str, int] = {}
+        if self._closed:
+            raise EngineClosed("this engine is closed")
+        return self._serve(_pairs(prompts, params), on_error, window, chat_template_kwargs)
+
+    def _serve(
+        self,
+        pairs: Iterator[tuple[Prompt, SamplingParams | None]],
+        on_error: OnError,
+        window: int,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> Generator[RequestOutput, None, None]:
+        mine: set[str] = set()
         with self._turn():
             # What is left over from before is others', whatever its ids: those are free again.
             others, self._outbox = self._outbox, []
-        exhausted = False
+        exhausted, failure = False, None
+        position = -1
         try:
             while True:
                 while not exhausted and len(mine) < window:
-                    item = next(todo, None)
-                    if item is None:
+                    try:
+                        prompt, param = next(pairs)
+                    except StopIteration:
                         exhausted = True
                         break
-                    index, (prompt, param) = item
+                    except Exception as error:
+                        exhausted, failure = True, error
+                        break
+                    position += 1
                     try:
-                        mine[self.add_request(prompt, param)] = index
+                        mine.add(self._add(prompt, param, position=position, chat_template_kwargs=chat_template_kwargs))
                     except (RequestError, TypeError) as error:
                         if on_error == "raise":
-                            raise type(error)(f"prompt {index}: {error}") from error
-                        yield index, _refused(f"prompt-{index}", error, self._clock())
+                            raise type(error)(f"prompt {position}: {error}") from error
+                        yield _refused(position, error, self._clock())
                 if exhausted and not mine:
-                    return
+                    break
                 outputs = self.step()
                 # Kept before anything is yielded: whoever takes these may be interrupted. An id is free once its
                 # request has ended, so what comes under it after that is somebody else's.
                 ours: list[RequestOutput] = []
-                ended: set[str] = set()
                 for output in outputs:
-                    is_ours = output.request_id in mine and output.request_id not in ended
+                    is_ours = output.request_id in mine
                     (ours if is_ours else others).append(output)
                     if is_ours and output.finished:
-                        ended.add(output.request_id)
-                for output in ours:
-                    index = mine[output.request_id]
-                    if output.finished:
-                        del mine[output.request_id]
-                    yield index, output
+                        mine.remove(output.request_id)
+                yield from ours
                 self.wait()
         finally:
             for request_id in mine:
                 self.abort(request_id)
             self._outbox = others + [output for output in self._outbox if output.request_id not in mine]
+        if failure is not None:
+            raise PromptsFailed(
+                f"the prompts or their params raised after {position + 1} of them, {named(failure)}; those have run "
+                f"to their end"
+            ) from failure
 
     # ------------------------------------------------------------------------------- the rest
 
@@ -949,6 +943,8 @@ class Engine:
                 self._closed = True
                 for part in self._parts:
                     part.__dict__[_IN_USE] = False
+                if self._trace is not None:
+                    self._trace.close(self._clock())
                 self._runner.close()
         outputs, self._outbox = self._outbox, []
         return outputs
@@ -1000,8 +996,8 @@ def _check_parts_agree(runner: ModelRunner, scheduler: Scheduler) -> None:
         )
 
 
-def _named(fault: Exception) -> str:
-    return f"{type(fault).__name__}: {fault}"
+def _length(things: object) -> int | None:
+    return len(things) if isinstance(things, Sized) else None
 
 
 def _pairs(
@@ -1011,27 +1007,25 @@ def _pairs(
         for prompt in prompts:
             yield prompt, params
         return
-    if isinstance(prompts, Sized) and isinstance(params, Sized) and len(prompts) != len(params):
-        raise ValueError(f"{len(prompts)} prompts, but {len(params)} params")
     rest, count = iter(params), 0
-    for index, prompt in enumerate(prompts):
+    for count, prompt in enumerate(prompts, 1):
         param = next(rest, None)
         if param is None:
-            raise ValueError(f"only {index} params for more prompts than that")
-        count = index + 1
+            raise ValueError(f"only {count - 1} params for more prompts than that")
         yield prompt, param
     if next(rest, None) is not None:
         raise ValueError(f"more params than the {count} prompts")
 
 
-def _refused(request_id: str, error: Exception, now: float) -> RequestOutput:
+def _refused(position: int, error: Exception, now: float) -> RequestOutput:
     """The output of a prompt that was not taken."""
     nothing = Completion(index=0, ids=(), new_token_ids=(), pieces=(), new_text="", finish_reason="error")
     return RequestOutput(
-        request_id=request_id,
+        request_id=f"prompt-{position}",
         prompt_token_ids=(),
         outputs=(nothing,),
         finished=True,
         timings=RequestTimings(arrival=now, finished=now),
         error=str(error),
+        position=position,
     )

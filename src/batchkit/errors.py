@@ -6,6 +6,7 @@
     |-- RequestError (ValueError)        a request that cannot be taken, refused by add_request
     |   |-- RequestTooLong               can never fit the model's length or the KV pool
     |   `-- DuplicateRequest             its id is that of a request which is still alive
+    |-- PromptsFailed (ValueError)       the iterable given to generate or stream raised
     |-- PolicyError (RuntimeError)       a scheduler used a verb of its Step in a way that has no meaning
     |-- SchedulerStalled (RuntimeError)  a scheduler left live requests without work and without a time to wait for
     |-- EngineBusy (RuntimeError)        called from another thread, or from inside the step, while a step runs
@@ -24,6 +25,11 @@ Mistakes in the arguments of constructors raise plain ``ValueError`` or ``TypeEr
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .types import RequestOutput
+
 
 class BatchkitError(Exception):
     """Base of every exception that batchkit raises on purpose."""
@@ -39,6 +45,18 @@ class RequestTooLong(RequestError):
 
 class DuplicateRequest(RequestError):
     """A request id that a live request already has."""
+
+
+class PromptsFailed(BatchkitError, ValueError):
+    """The iterable of prompts, or of params, raised; its exception is the cause.
+
+    Attributes:
+        outputs: of `Engine.generate`: the final outputs of the prompts before, in their order.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.outputs: list[RequestOutput] = []
 
 
 class PolicyError(BatchkitError, RuntimeError):

@@ -33,7 +33,7 @@ from .errors import InvariantError, PolicyError, SchedulerStalled
 from .preemption import Preemption, Recompute
 from .queues import QueueView, SequenceQueue
 from .sequence import Sequence, Status
-from .types import BlockCopy, Eviction, Refusal, ScheduledSequence, SchedulerOutput
+from .types import BlockCopy, Blocked, Eviction, Refusal, ScheduledSequence, SchedulerOutput
 
 __all__ = ["Scheduler", "SchedulerOptions", "Step"]
 
@@ -61,9 +61,9 @@ class Step:
     __slots__ = (
         "_budget",
         "_chosen",
-        "_first_refusal",
         "_preempted",
         "_reading_victims",
+        "_refusals",
         "_scheduler",
         "_wait_until",
         "now",
@@ -76,9 +76,9 @@ class Step:
         self.now = now
         self.tokens_left = self._budget = budget
         self.refused: Refusal | None = None
-        self._chosen: dict[int, tuple[Sequence, int]] = {}
+        self._chosen: dict[int, tuple[Sequence, int, bool]] = {}  # by id: how many tokens, and whether it samples
         self._preempted: dict[int, Eviction] = {}
-        self._first_refusal: Refusal | None = None
+        self._refusals: dict[int, tuple[Sequence, Refusal, int]] = {}  # waiting ones; the slots each would have taken
         self._wait_until: float | None = None
         self._reading_victims = False
 
@@ -126,11 +126,11 @@ class Step:
         if status is Status.HELD and seq.id in scheduler._held:
             if self.tokens_left < 1:
                 return self._refuse(seq, Refusal.TOKENS)
-            self._chosen[seq.id] = (seq, 0)
+            self._chosen[seq.id] = (seq, 0, False)
             self.tokens_left -= 1
             return True
         waiting = status is Status.WAITING
-        if seq not in (scheduler._waiting if waiting else scheduler._running):
+        if seq.id not in (scheduler._waiting if waiting else scheduler._running).ids:
             raise PolicyError(f"{seq!r} is neither waiting nor running in this scheduler")
         if seq.id in self._preempted:
             return self._refuse(seq, Refusal.PREEMPTED)
@@ -167,7 +167,7 @@ class Step:
             ):
                 victim = next(more, None)
                 if victim is None:
-                    return self._refuse(seq, Refusal.BLOCKS)
+                    return self._refuse(seq, Refusal.BLOCKS, max(done + count, reserve))
                 evict.append(victim)
             for victim in evict:
                 self._evict(victim, seq.id)
@@ -179,8 +179,9 @@ class Step:
                 )
         if waiting:
             scheduler._admit(seq, done)
-        scheduler._copies.extend(grown)
-        self._chosen[seq.id] = (seq, count)
+        if grown:
+            scheduler._copies.extend(grown)
+        self._chosen[seq.id] = (seq, count, done + count == known)
         self.tokens_left -= count
         return True
 
@@ -200,10 +201,10 @@ class Step:
             offered.add(victim.id)
             yield victim
 
-    def _refuse(self, seq: Sequence, why: Refusal) -> bool:
+    def _refuse(self, seq: Sequence, why: Refusal, slots: int = 0) -> bool:
         self.refused = why
-        if self._first_refusal is None and seq.status is Status.WAITING:
-            self._first_refusal = why
+        if seq.status is Status.WAITING:
+            self._refusals[seq.id] = (seq, why, slots)
         return False
 
     def _evict(self, seq: Sequence, for_seq_id: int | None) -> None:
@@ -231,6 +232,34 @@ class Step:
             return 0
         known = seq.num_tokens
         return len(allocator.match(seq.token_ids(0, known), known - 1)) * allocator.block_size
+
+    def explain(self, seq: Sequence | None = None) -> Blocked | None:
+        """Why a waiting sequence has not been admitted in this step so far; ``str`` of it is a sentence.
+
+        Args:
+            seq: Default: the first that was refused and waits still; if none was, the first of the queue.
+
+        Returns:
+            None: it does not wait, or nothing does. The numbers are those of now, not of the refusal.
+        """
+        scheduler = self._scheduler
+        allocator = scheduler.allocator
+        if seq is None:
+            refused = (seq for seq, _, _ in self._refusals.values() if seq.status is Status.WAITING)
+            seq = next(refused, None) or next(iter(scheduler._waiting), None)
+        if seq is None or seq.id not in scheduler._waiting.ids:
+            return None
+        _, why, slots = self._refusals.get(seq.id, (seq, None, 0))
+        slots = min(slots or seq.num_tokens, allocator.num_blocks * allocator.block_size)
+        return Blocked(
+            request_id=seq.request.id,
+            why=why,
+            tokens_needed=seq.num_uncomputed,
+            tokens_left=self.tokens_left,
+            blocks_needed=allocator.missing(seq.id, slots),
+            blocks_free=allocator.num_free_blocks,
+            seats_free=len(scheduler._seats),
+        )
 
     def wait_until(self, t: float) -> None:
         """If the step stays empty, nothing is to be done before time `t`, in seconds of the engine's clock."""
@@ -423,12 +452,12 @@ class Scheduler(ABC):
                     seq.output,
                     len(seq.output),
                     table(seq_id),
-                    start + count == seq.num_tokens,  # samples
+                    samples,
                     False,  # idle
                 )
                 if count
                 else self._idle_row(seq)
-                for seq_id, (seq, count) in step._chosen.items()
+                for seq_id, (seq, count, samples) in step._chosen.items()
             ]
         )
         return SchedulerOutput(
@@ -437,7 +466,7 @@ class Scheduler(ABC):
             copies=tuple(self._copies),
             num_tokens=budget - step.tokens_left,
             wait_until=None if rows else step._wait_until,
-            refused=step._first_refusal,
+            blocked=step.explain(),
         )
 
     def _idle_row(self, seq: Sequence) -> ScheduledSequence:
@@ -460,21 +489,14 @@ class Scheduler(ABC):
 
     def _stall_message(self, step: Step) -> str:
         allocator = self.allocator
-        head = next(iter(self._waiting), None)
-        needs = (
-            f"; the first waiting one, {head!r}, lacks {allocator.missing(head.id, head.num_tokens)} blocks for what "
-            f"it has and {allocator.missing(head.id, head.max_kv)} for all it may become"
-            if head is not None
-            else ""
-        )
         until = step._wait_until
         waits = "no time to wait for" if until is None else f"a time that is not later than now ({until} <= {step.now})"
-        refused = f"last refused for lack of {step.refused.value}" if step.refused else "nothing was refused"
+        blocked = step.explain()
         return (
             f"{type(self).__name__} chose nothing and named {waits}, with {len(self._waiting)} waiting, "
             f"{len(self._running)} running ({len(self._held)} held), {allocator.num_free_blocks} of "
             f"{allocator.num_blocks} blocks free, {len(self._seats)} of {self.max_num_seqs} seats free, "
-            f"{step.tokens_left} tokens left; {refused}{needs}"
+            f"{step.tokens_left} tokens left{f'; {blocked}' if blocked else ''}"
         )
 
     @final

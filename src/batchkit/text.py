@@ -23,9 +23,10 @@ _MAX_PENDING = 16
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer.
 
-    Two more methods are used where a tokenizer has them:
+    Three more methods are used where a tokenizer has them:
 
     * ``decode_stream(prompt_ids, skip_special_tokens)``, see `StreamingTokenizer`: saves time;
+    * ``apply_chat_template(messages, **kwargs) -> list[int]``: the prompt of a conversation, with its special tokens;
     * ``special_token_id(text: str) -> int | None``: the id of the special token with exactly this text. With it, a
       stop string that is a special token works although such tokens are left out of the text: it becomes a stop token.
     """

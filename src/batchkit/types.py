@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 __all__ = [
     "BlockCopy",
+    "Blocked",
     "Completion",
     "CopyKind",
     "EngineStats",
@@ -265,6 +266,43 @@ class Eviction:
     for_seq_id: int | None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Blocked:
+    """Why a waiting sequence was not admitted in a step. ``str`` of it is a sentence.
+
+    Attributes:
+        request_id: whose.
+        why: the answer of `Step.run`; None: the policy did not try it.
+        tokens_needed, tokens_left: what it has to compute, and what is left of the token budget.
+        blocks_needed, blocks_free: KV blocks; the first as in `BlockAllocator.missing`.
+        seats_free: of ``max_num_seqs``.
+    """
+
+    request_id: str
+    why: Refusal | None
+    tokens_needed: int
+    tokens_left: int
+    blocks_needed: int
+    blocks_free: int
+    seats_free: int
+
+    def __str__(self) -> str:
+        who = f"request {self.request_id!r}"
+        if self.why is Refusal.SEATS:
+            return f"{who} waits for a seat: {self.seats_free} are free"
+        if self.why is Refusal.TOKENS:
+            return f"{who} waits for the token budget: it needs {self.tokens_needed}, {self.tokens_left} are left"
+        if self.why is Refusal.BLOCKS:
+            apart = ", but not side by side" if self.blocks_needed <= self.blocks_free else ""
+            return f"{who} waits for KV blocks: it needs {self.blocks_needed}, {self.blocks_free} are free{apart}"
+        if self.why is Refusal.PREEMPTED:
+            return f"{who} was preempted in this step"
+        return (
+            f"{who} was not tried by the policy: it needs {self.tokens_needed} tokens and {self.blocks_needed} KV "
+            f"blocks; {self.tokens_left} and {self.blocks_free} are free, and {self.seats_free} seats"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """What one step is to do.
@@ -275,7 +313,7 @@ class SchedulerOutput:
         copies: to be made before the rows, in this order, also when there is no row.
         num_tokens: the sum over the rows.
         wait_until: with no row: when to step again.
-        refused: why the first waiting sequence that the policy tried was not admitted.
+        blocked: why nobody else was admitted, if somebody waits still; see `Step.explain`.
     """
 
     rows: tuple[ScheduledSequence, ...]
@@ -283,7 +321,7 @@ class SchedulerOutput:
     copies: tuple[BlockCopy, ...] = ()
     num_tokens: int = 0
     wait_until: float | None = None
-    refused: Refusal | None = None
+    blocked: Blocked | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,6 +449,7 @@ class RequestOutput:
         timings: see `RequestTimings`.
         error: what went wrong, with finish reason ``"error"``.
         prompt: the prompt's text, if it was given as text.
+        position: of the prompt among those of `Engine.generate` or `Engine.stream`, counted from 0.
     """
 
     request_id: str
@@ -420,6 +459,7 @@ class RequestOutput:
     timings: RequestTimings
     error: str | None = None
     prompt: str | None = None
+    position: int | None = None
 
     @property
     def text(self) -> str:

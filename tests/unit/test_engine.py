@@ -196,7 +196,7 @@ def test_the_report_says_why_the_first_was_refused() -> None:
         rig.add("a", 8, max_tokens=5)
         rig.add("b", 8, max_tokens=5)
         rig.finish()
-        return [report.output.refused and report.output.refused.value for report in rig.reports]
+        return [report.output.blocked and report.output.blocked.why.value for report in rig.reports]
 
     assert refusals(seats=1)[:5] == ["seats"] * 5
     assert refusals(seats=2, budget=12)[:2] == ["tokens", None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,6 +58,17 @@ class HFTokenizer:
     def encode(self, text: str) -> list[int]:
         """The tokens of a prompt, with the special tokens that the tokenizer adds by default."""
         token_ids: list[int] = self.inner.encode(text)
+        return token_ids
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> list[int]:
+        """The prompt of a conversation, by the tokenizer's own template, which sets the special tokens.
+
+        It opens the assistant's turn, unless `kwargs` say ``add_generation_prompt=False`` or
+        ``continue_final_message=True``.
+        """
+        kwargs.setdefault("add_generation_prompt", not kwargs.get("continue_final_message", False))
+        messages = [dict(message) for message in messages]
+        token_ids: list[int] = self.inner.apply_chat_template(messages, **kwargs, tokenize=True, return_dict=False)
         return token_ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

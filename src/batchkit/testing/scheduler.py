@@ -343,7 +343,7 @@ class _Snapshot:
 
     def unexplained(self, after: _Snapshot, step: Step) -> str:
         """What differs between self and `after` beyond what `step` did; empty if nothing."""
-        chosen = [seq for seq, _ in step._chosen.values()]
+        chosen = [seq for seq, _, _ in step._chosen.values()]
         admitted = [seq for seq in chosen if self.of.get(seq.id, {}).get("status") is Status.WAITING]
         preempted = list(step._preempted)
         gone_in, gone_out = {seq.id for seq in admitted}, set(preempted)

@@ -1,0 +1,190 @@
+"""What a caller asks for, made a `Request` with every default resolved, or refused with the numbers."""
+
+from __future__ import annotations
+
+import math
+import operator
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from .clocks import Clock
+from .errors import RequestError, RequestTooLong
+from .text import OutputText, Tokenizer
+from .types import KVGeometry, Request, SamplingParams
+
+__all__ = ["Intake", "Prompt", "named"]
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or the messages of a conversation, each with ``role`` and ``content``."""
+
+
+class Intake:
+    """Knows what an engine can take. Holds nothing of any request.
+
+    Args:
+        geometry: the runner's.
+        tokenizer: for text, messages and stop strings.
+        clock: gives the arrival of requests that name none.
+        max_model_len: the most tokens of prompt and output together.
+    """
+
+    def __init__(self, geometry: KVGeometry, tokenizer: Tokenizer | None, clock: Clock, max_model_len: int) -> None:
+        self._geometry = geometry
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._max_model_len = max_model_len
+        self._eos_token_ids = frozenset(geometry.eos_token_ids)
+        if tokenizer is not None and tokenizer.eos_token_id is not None:
+            self._eos_token_ids |= {tokenizer.eos_token_id}
+
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        fresh_id: Callable[[], str],
+        request_id: str | None = None,
+        priority: int = 0,
+        arrival: float | None = None,
+        deadline: float | None = None,
+        length_hint: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Request:
+        """The request. Arguments and errors are those of `Engine.add_request`; `fresh_id` names one without an id."""
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {params!r}")
+        if request_id is not None and not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {request_id!r}")
+        # For policies, which are to be spared what they cannot compute with.
+        policy_values: tuple[tuple[str, Any, str], ...] = (
+            ("arrival", arrival, "a time in seconds"),
+            ("deadline", deadline, "a time in seconds"),
+            ("length_hint", length_hint, "a number of tokens"),
+            ("priority", priority, "a number"),
+        )
+        for name, value, unit in policy_values:
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Real):
+                raise TypeError(f"{name} must be {unit}, got {value!r}")
+            if not math.isfinite(value):
+                raise RequestError(f"{name} must be {unit}, got {value}")
+        if metadata is not None and not isinstance(metadata, Mapping):
+            raise TypeError(f"metadata must be a mapping, got {metadata!r}")
+        token_ids = self._token_ids(prompt, chat_template_kwargs)
+        stop_token_ids = self._stop_token_ids(params)
+        vocab_size = self._geometry.vocab_size
+        for kind, ids in (("prompt token", token_ids), ("stop token", stop_token_ids)):
+            for token in ids:
+                if not 0 <= token < vocab_size:
+                    raise RequestError(f"{kind} id {token} is not in the vocabulary of {vocab_size}")
+        return Request(
+            id=request_id if request_id is not None else fresh_id(),
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=self._max_tokens(len(token_ids), params),
+            seed=params.seed if params.seed is not None else secrets.randbits(63),
+            stop_token_ids=frozenset(stop_token_ids if params.ignore_eos else stop_token_ids | self._eos_token_ids),
+            arrival=self._clock() if arrival is None else arrival,
+            prompt=prompt if isinstance(prompt, str) else None,
+            priority=priority,
+            deadline=deadline,
+            length_hint=length_hint,
+            **({} if metadata is None else {"metadata": metadata}),
+        )
+
+    def text(self, request: Request) -> OutputText | None:
+        """What will make the request's text; None: it gets none."""
+        if self._tokenizer is None or not request.params.detokenize:
+            return None
+        try:
+            return OutputText(self._tokenizer, request)
+        except Exception as fault:
+            raise RequestError(f"the tokenizer cannot decode the prompt: {named(fault)}") from fault
+
+    def _token_ids(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None) -> tuple[int, ...]:
+        if isinstance(prompt, Mapping):
+            raise TypeError("a conversation is a list of messages; for a single message, [message]")
+        if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise TypeError(
+                f"a prompt is text, a sequence of token ids, or a list of messages, got {type(prompt).__name__}"
+            )
+        items: str | tuple[Any, ...] = prompt if isinstance(prompt, str) else tuple(prompt)
+        is_chat = not isinstance(items, str) and any(isinstance(item, Mapping) for item in items)
+        if chat_template_kwargs is not None and not is_chat:
+            raise RequestError("chat_template_kwargs are for messages, and this prompt is not a list of messages")
+        if isinstance(items, str):
+            token_ids = self._encode(items)
+        elif is_chat:
+            token_ids = self._apply_chat_template(items, chat_template_kwargs or {})
+        else:
+            try:
+                token_ids = tuple(map(operator.index, items))
+            except TypeError:
+                raise TypeError(
+                    "a prompt is text, a sequence of token ids, or a list of messages; not all of these are integers"
+                ) from None
+        if not token_ids:
+            raise RequestError("the prompt is empty: there is no token to continue from")
+        return token_ids
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        if self._tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer, and this engine has none; give token ids")
+        try:
+            return tuple(self._tokenizer.encode(text))
+        except Exception as fault:
+            raise RequestError(f"the tokenizer cannot encode the prompt: {named(fault)}") from fault
+
+    def _apply_chat_template(self, messages: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+        for index, message in enumerate(messages):
+            if not isinstance(message, Mapping) or "role" not in message:
+                raise RequestError(f"message {index} must be an object with a role and content, got {message!r:.80}")
+        apply = getattr(self._tokenizer, "apply_chat_template", None)
+        if apply is None:
+            what = "this engine has no tokenizer" if self._tokenizer is None else "this tokenizer has none"
+            raise RequestError(f"messages need a tokenizer with a chat template, and {what}; give text or token ids")
+        try:
+            return tuple(apply(messages, **kwargs))
+        except Exception as fault:
+            raise RequestError(f"the chat template cannot be applied: {named(fault)}") from fault
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        stop_token_ids = frozenset(params.stop_token_ids)
+        if params.stop and self._tokenizer is None:
+            raise RequestError(f"stop strings {params.stop} need a tokenizer, and this engine has none")
+        special = getattr(self._tokenizer, "special_token_id", None)
+        if special is not None:
+            # The text of a special token may never appear in the output, so it is looked for as a token.
+            stop_token_ids |= {found for s in params.stop if (found := special(s)) is not None}
+        return stop_token_ids
+
+    def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
+        """The limit in force, by the arithmetic that the allocator uses."""
+        length, geometry = self._max_model_len, self._geometry
+        slots = geometry.num_blocks * geometry.block_size
+        pool = f"{geometry.num_blocks} blocks of {geometry.block_size} tokens"
+        # The last token generated is never written, so it needs room in the model's length but no KV slot.
+        most = min(length - num_prompt, slots - num_prompt + 1)
+        asked = params.max_tokens
+        if most < 1 or (asked is not None and asked > most):
+            raise RequestTooLong(
+                f"a prompt of {num_prompt} tokens and {asked if asked is not None else 'at least 1'} to generate "
+                f"can never run: the model takes {length} tokens in all, and the KV cache {slots} ({pool}) without "
+                f"the last one generated, which leaves room to generate {max(0, most)}"
+            )
+        if asked is None and params.min_tokens > most:
+            raise RequestTooLong(
+                f"min_tokens is {params.min_tokens}, but a prompt of {num_prompt} tokens leaves room for {most} "
+                f"(model length {length}, KV cache of {pool})"
+            )
+        return most if asked is None else asked
+
+
+def named(fault: Exception) -> str:
+    """A fault in a message: its class and what it says."""
+    return f"{type(fault).__name__}: {fault}"
