@@ -118,21 +118,21 @@ class Step:
         """
         scheduler = self._scheduler
         allocator = scheduler.allocator
-        status = seq.status
-        if seq.id in self._chosen:
+        seq_id, status = seq.id, seq.status
+        if seq_id in self._chosen:
             raise PolicyError(f"{seq!r} is in this step already")
         if self._reading_victims:
             raise PolicyError("the verbs of a step may not be used while one of them reads its victims")
-        if status is Status.HELD and seq.id in scheduler._held:
+        if status is Status.HELD and seq_id in scheduler._held:
             if self.tokens_left < 1:
                 return self._refuse(seq, Refusal.TOKENS)
-            self._chosen[seq.id] = (seq, 0, False)
+            self._chosen[seq_id] = (seq, 0, False)
             self.tokens_left -= 1
             return True
         waiting = status is Status.WAITING
-        if seq.id not in (scheduler._waiting if waiting else scheduler._running).ids:
+        if seq_id not in (scheduler._waiting if waiting else scheduler._running).ids:
             raise PolicyError(f"{seq!r} is neither waiting nor running in this scheduler")
-        if seq.id in self._preempted:
+        if seq_id in self._preempted:
             return self._refuse(seq, Refusal.PREEMPTED)
 
         # The order of the four refusals is a promise: seats, tokens, blocks.
@@ -159,19 +159,19 @@ class Step:
         if count <= 0:
             return self._refuse(seq, Refusal.TOKENS)
 
-        grown = None if evict else allocator.grow(seq.id, done + count, computed=done, hit=hit, reserve=reserve)
+        grown = None if evict else allocator.grow(seq_id, done + count, computed=done, hit=hit, reserve=reserve)
         if grown is None:
             more = more or self._eligible(seq, victims)
             while not allocator.fits(
-                seq.id, done + count, computed=done, hit=hit, reserve=reserve, freeing=[v.id for v in evict]
+                seq_id, done + count, computed=done, hit=hit, reserve=reserve, freeing=[v.id for v in evict]
             ):
                 victim = next(more, None)
                 if victim is None:
                     return self._refuse(seq, Refusal.BLOCKS, max(done + count, reserve))
                 evict.append(victim)
             for victim in evict:
-                self._evict(victim, seq.id)
-            grown = allocator.grow(seq.id, done + count, computed=done, hit=hit, reserve=reserve)
+                self._evict(victim, seq_id)
+            grown = allocator.grow(seq_id, done + count, computed=done, hit=hit, reserve=reserve)
             if grown is None:
                 raise InvariantError(
                     f"{type(allocator).__name__}.fits said that {done + count} tokens fit for {seq!r}; "
@@ -181,7 +181,7 @@ class Step:
             scheduler._admit(seq, done)
         if grown:
             scheduler._copies.extend(grown)
-        self._chosen[seq.id] = (seq, count, done + count == known)
+        self._chosen[seq_id] = (seq, count, done + count == known)
         self.tokens_left -= count
         return True
 

@@ -24,8 +24,16 @@ class ChunkedPrefillScheduler(Scheduler):
 
     @override
     def schedule(self, step: Step) -> None:
+        self._go_on(step)
+        self._join(step)
+
+    def _go_on(self, step: Step) -> None:
+        """Those that run: decodes first."""
         for seq in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
             step.run(seq, victims=self.victims(seq))
+
+    def _join(self, step: Step) -> None:
+        """Those that wait, until one is refused."""
         for seq in self.order(step.now):
             if not step.run(seq, reserve=seq.num_tokens):
                 break
