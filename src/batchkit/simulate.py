@@ -283,7 +283,7 @@ class WorkloadRecord:
         max_tokens: declared: what reservation and admission see.
         output_tokens: what really happens, under a `TrueLengths` runner. Default: `max_tokens`.
         predicted: a guess of `output_tokens` that a policy may read as ``request.length_hint``.
-        arrival: seconds from the start.
+        arrival, deadline: seconds from the start.
         priority, metadata: see `Request`.
     """
 
@@ -292,6 +292,7 @@ class WorkloadRecord:
     output_tokens: int | None = None
     predicted: int | None = None
     arrival: float = 0.0
+    deadline: float | None = None
     priority: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -318,6 +319,7 @@ class _Engine(Protocol):
         *,
         priority: int,
         arrival: float,
+        deadline: float | None,
         length_hint: int | None,
         metadata: Mapping[str, Any],
     ) -> str: ...
@@ -356,6 +358,7 @@ def simulate(engine: _Engine, records: Iterable[WorkloadRecord], *, seed: int = 
                 SamplingParams(temperature=0, max_tokens=record.max_tokens, detokenize=False),
                 priority=record.priority,
                 arrival=start + record.arrival,
+                deadline=None if record.deadline is None else start + record.deadline,
                 length_hint=record.predicted,
                 metadata={**record.metadata, "output_tokens": record.output_tokens or record.max_tokens},
             )

@@ -1,0 +1,72 @@
+"""First come first served, with exceptions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+
+from typing_extensions import Unpack, override
+
+from ..allocators import BlockAllocator
+from ..scheduler import SchedulerOptions, Step
+from ..sequence import Sequence
+from ..types import Refusal
+from ._books import PerSequence
+from .chunked import ChunkedPrefillScheduler
+
+__all__ = ["SkipAheadScheduler"]
+
+
+class SkipAheadScheduler(ChunkedPrefillScheduler):
+    """Lets requests that fit pass the first of the queue while that does not, but only so many times.
+
+    First come first served leaves memory idle while a long prompt waits for room at the head of the queue; letting
+    everybody pass starves it. The bound between the two is that of a backfilling batch queue (Lifka, "The ANL/IBM SP
+    scheduling system", 1995), counted in requests in place of a promised start. Nobody passes for lack of a seat, or in
+    a step in which the head has just been preempted.
+
+    A step costs `window` tries at most, however many wait.
+
+    Args:
+        max_skips: how many requests may pass one that is the head of the queue until it is admitted. 0: first come
+            first served.
+        window: how many behind the head are tried in a step.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        max_skips: int = 16,
+        window: int = 32,
+        **options: Unpack[SchedulerOptions],
+    ) -> None:
+        super().__init__(allocator, **options)
+        if max_skips < 0:
+            raise ValueError(f"max_skips must be at least 0, got {max_skips}")
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
+        self.max_skips = max_skips
+        self.window = window
+        self._skips: PerSequence[int] = PerSequence()  # a head may be pushed back by a preempted one, and come again
+
+    @override
+    def _join(self, step: Step) -> None:
+        waiting = iter(self.order(step.now))
+        for head in waiting:
+            if step.run(head, reserve=head.num_tokens):
+                self._skips.drop(head)
+            else:
+                if step.refused is Refusal.BLOCKS:
+                    self._let_pass(step, head, islice(waiting, self.window))
+                break
+
+    def _let_pass(self, step: Step, head: Sequence, behind: Iterable[Sequence]) -> None:
+        for seq in behind:
+            skips = self._skips.get(head, 0)
+            if skips >= self.max_skips:
+                break
+            if step.run(seq, reserve=seq.num_tokens):
+                self._skips.set(head, skips + 1)
+            elif step.refused is not Refusal.BLOCKS:
+                break
