@@ -289,3 +289,36 @@ def test_environment_is_untouched() -> None:
     tokenizer = HFTokenizer(byte_level())
     deltas(tokenizer, [], tokenizer.encode("far away"))
     assert dict(os.environ) == before
+
+
+# ---- conversations -------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+    "{% if shout %}!{% endif %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+CHAT = [{"role": "user", "content": "far away"}]
+
+
+def test_a_chat_template_sets_the_only_special_tokens() -> None:
+    tokenizer = HFTokenizer(byte_level(chat_template=TEMPLATE))
+    token_ids = tokenizer.apply_chat_template(CHAT)
+    assert all(type(token) is int for token in token_ids)
+    assert token_ids.count(0) == 1  # encoding the template's text would add a second one
+    assert tokenizer.decode(token_ids, skip_special_tokens=False) == "<|start|>[user]far away[assistant]"
+
+
+def test_arguments_of_a_chat_template() -> None:
+    tokenizer = HFTokenizer(byte_level(chat_template=TEMPLATE))
+    for kwargs, text in (
+        ({"shout": True}, "[user]far away![assistant]"),
+        ({"add_generation_prompt": False}, "[user]far away"),
+        ({"continue_final_message": True}, "[user]far away"),
+        ({"chat_template": "{{ messages[0]['content'] }}"}, "far away"),
+    ):
+        assert tokenizer.decode(tokenizer.apply_chat_template(CHAT, **kwargs)) == text
+
+
+def test_a_tokenizer_without_a_chat_template() -> None:
+    with pytest.raises(ValueError, match="chat_template is not set"):
+        HFTokenizer(byte_level()).apply_chat_template(CHAT)
