@@ -35,6 +35,7 @@ __all__ = [
     "StepContext",
     "attention_forward",
     "bind",
+    "probe_layers",
     "structural_clone",
 ]
 
@@ -358,6 +359,24 @@ def bind(model: PreTrainedModel) -> BoundModel:
         raise UnsupportedModel(name, reasons)
     layers = {call.module: _spec(index, call, text) for index, call in enumerate(plain.calls)}
     return BoundModel(model=clone, layers=layers, num_logits=logits.shape[-1], keeps_logits=other.shape[1] == 1)
+
+
+def probe_layers(model: PreTrainedModel) -> list[LayerSpec]:
+    """The attention layers of a model that need not have weights, by the first of the two passes of `bind`.
+
+    What it refuses, `bind` refuses too. The model is changed, and good for nothing else after that.
+
+    Raises:
+        UnsupportedModel: with the reasons that show without weights.
+        Whatever the model raises where it needs them.
+    """
+    model.set_attn_implementation(ATTENTION_NAME)
+    text = model.config.get_text_config(decoder=True)
+    recorder = _Recorder()
+    _probe(model, list(_two_tokens(text)), recorder)
+    if reasons := _unsupported(recorder.calls, text):
+        raise UnsupportedModel(type(model).__name__, reasons)
+    return [_spec(index, call, text) for index, call in enumerate(recorder.calls)]
 
 
 def _probe(

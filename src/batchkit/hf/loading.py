@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .tokenizer import HFTokenizer
 
-__all__ = ["load_model"]
+__all__ = ["default_device", "load_model", "load_weights"]
 
 
 def load_model(
@@ -24,7 +24,7 @@ def load_model(
 
     Args:
         name_or_path: a folder, or a name on the hub.
-        device: where to put it. Default: CUDA if there is one, else MPS, else the CPU.
+        device: where to put it. Default: `default_device`.
         dtype: ``"auto"`` is the one that the weights are stored in; else a dtype or its name, such as ``"float32"``.
 
     Returns:
@@ -34,17 +34,30 @@ def load_model(
         OSError: there is no such model.
         ValueError: not a causal language model.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     from .tokenizer import HFTokenizer
 
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    model = load_weights(name_or_path, device=device, dtype=dtype)
+    return model, HFTokenizer(AutoTokenizer.from_pretrained(name_or_path))
+
+
+def load_weights(
+    name_or_path: str | PathLike[str], *, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
+) -> PreTrainedModel:
+    """The model of `load_model` without a tokenizer; arguments and errors are the same."""
+    from transformers import AutoModelForCausalLM
+
     with _no_progress_bar():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
-    tokenizer = AutoTokenizer.from_pretrained(name_or_path)
-    return model.to(device).eval(), HFTokenizer(tokenizer)
+    return model.to(default_device() if device is None else device).eval()
+
+
+def default_device() -> str:
+    """CUDA if there is one, else MPS, else the CPU."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 @contextmanager

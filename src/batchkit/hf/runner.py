@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from .backends.base import AttentionBackend
     from .batch import Batch, IntArray
 
-__all__ = ["TransformersRunner", "eos_token_ids", "model_len"]
+__all__ = ["BLOCK_SIZE", "TransformersRunner", "eos_token_ids", "model_len"]
 
-_BLOCK_SIZE = 16
+BLOCK_SIZE = 16
+"""Tokens per block, where nobody says otherwise."""
 
 
 class TransformersRunner(ModelRunner):
@@ -71,7 +72,7 @@ class TransformersRunner(ModelRunner):
         swap_memory: int | str | None = None,
         attention: AttentionBackend | str | None = None,
     ) -> None:
-        size = _BLOCK_SIZE if block_size is None else block_size
+        size = BLOCK_SIZE if block_size is None else block_size
         for name, value in (("block_size", size), ("max_num_seqs", max_num_seqs)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an integer, got {value!r}")

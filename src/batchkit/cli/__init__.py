@@ -1,0 +1,63 @@
+"""The command line: ``batchkit generate``, ``batchkit env`` and ``batchkit doctor``.
+
+Records and reports go to the output, everything else to stderr. One file in a folder of small ones for each thing:
+
+* `options`: what may be said, and what of it is wrong before anything is opened;
+* `specs`: ``--scheduler NAME|module:Class,key=value``; `templates`: ``--template 'Summarise: {body}'``;
+* `lines`, `rows`, `records`: bytes in, a row of them, a record out;
+* `job`, `dry_run`: a file on its way through an engine, and what would become of it; `fit`: prompts that are too long;
+* `progress`: how far it is; `inspect`: the other two commands; `faults`: what ends a command with one line.
+
+`make_engine` is the one place where an engine is built; tests put another function there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from ..engine import Engine
+from .dry_run import preview_engine
+from .faults import NotDone
+from .inspect import doctor, env
+from .job import generate
+from .options import INTERRUPTED, NOT_DONE, parse
+from .specs import SCHEDULERS
+
+__all__ = ["SCHEDULERS", "main", "make_engine"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; ``sys.argv[1:]`` by default. Returns the exit code; wrong usage raises SystemExit(2)."""
+    args = parse(argv)
+    try:
+        if args.command == "generate":
+            return generate(args, make_engine)
+        return doctor(args) if args.command == "doctor" else env()
+    except (NotDone, OSError) as error:  # OSError: of closing a file on a disk that is full
+        print(f"batchkit: {error}", file=sys.stderr)
+        return NOT_DONE
+    except KeyboardInterrupt:
+        print("batchkit: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def make_engine(args: argparse.Namespace) -> Engine:
+    """The engine that a command's options ask for. For a dry run, one without weights, which can run nothing."""
+    if args.dry_run:
+        return preview_engine(args)
+    return Engine.from_pretrained(
+        args.model,
+        device=args.device,
+        dtype=args.dtype,
+        scheduler=args.scheduler.policy,
+        kv_memory=args.kv_memory,
+        num_kv_blocks=args.num_kv_blocks,
+        block_size=args.block_size,
+        swap_memory=args.swap_memory,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_tokens_per_step=args.max_tokens_per_step,
+        **args.scheduler.arguments,
+    )

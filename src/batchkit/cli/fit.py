@@ -1,0 +1,67 @@
+"""Rows into the engine, and what becomes of a prompt that is too long: an error, or the part that fits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from ..engine import Engine
+from ..errors import RequestTooLong
+from .rows import Row
+
+__all__ = ["OnTooLong", "prompt_ids", "submit"]
+
+OnTooLong = Literal["error", "truncate-left", "truncate-right"]
+
+
+def submit(engine: Engine, row: Row, on_too_long: OnTooLong) -> tuple[str, int]:
+    """Add a row's request.
+
+    Returns:
+        The engine's id for it, and how many tokens were cut off its prompt.
+
+    Raises:
+        Whatever `Engine.add_request` and the tokenizer raise.
+    """
+    try:
+        return engine.add_request(row.prompt, row.params, **_chat_options(row)), 0
+    except RequestTooLong as error:
+        if on_too_long == "error":
+            raise
+        if row.params.max_tokens is None:
+            raise RequestTooLong(f"{error}; to cut it, max_tokens must say how much room the answer needs") from None
+        token_ids = prompt_ids(engine, row)
+        stats = engine.stats()
+        # The last token generated is never written, so that it needs no KV slot.
+        room = min(stats.max_model_len, stats.num_blocks * stats.block_size + 1) - row.params.max_tokens
+        cut = _cut(token_ids, room, on_too_long, _special_prefix(engine, token_ids))
+        if cut is None:
+            raise
+        return engine.add_request(cut, row.params), len(token_ids) - len(cut)
+
+
+def prompt_ids(engine: Engine, row: Row) -> tuple[int, ...]:
+    """The tokens of a row's prompt, as the engine makes them."""
+    return engine._intake._token_ids(row.prompt, row.chat_template_kwargs)
+
+
+def _chat_options(row: Row) -> dict[str, Any]:
+    return {} if row.chat_template_kwargs is None else {"chat_template_kwargs": row.chat_template_kwargs}
+
+
+def _special_prefix(engine: Engine, token_ids: tuple[int, ...]) -> int:
+    """How many tokens the tokenizer puts in front of any text (BOS): models count on them."""
+    tokenizer = engine._intake._tokenizer
+    specials = tokenizer.encode("") if tokenizer is not None else []
+    count = 0
+    while count < min(len(specials), len(token_ids)) and specials[count] == token_ids[count]:
+        count += 1
+    return count
+
+
+def _cut(token_ids: tuple[int, ...], room: int, how: OnTooLong, num_special: int) -> list[int] | None:
+    """`room` of the tokens, the special ones in front among them; None: not one other would be left."""
+    left = room - num_special
+    if left < 1:
+        return None
+    head, rest = token_ids[:num_special], token_ids[num_special:]
+    return [*head, *(rest[-left:] if how == "truncate-left" else rest[:left])]

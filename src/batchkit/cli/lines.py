@@ -1,0 +1,154 @@
+"""The input's lines, one at a time, and how much of it has been read."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import queue
+import stat
+import sys
+import threading
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import BinaryIO, cast
+
+from .faults import NotDone, one_line
+
+__all__ = ["Lines", "open_input"]
+
+_FAULTS = (OSError, EOFError, zlib.error)
+_AHEAD = 1024
+
+
+class Lines:
+    """The lines of a stream that are not empty, with their numbers, counted from 1.
+
+    A pipe is read by a thread, so that the engine need not stand still while the next line is on its way.
+
+    Args:
+        stream: to read.
+        name: of the stream, for messages.
+        may_wait: reading it may take long.
+        size: its bytes, if they are known.
+        position: how many of them are read; by default as many as the lines have.
+        limit: the most lines to give.
+
+    Attributes:
+        num_rows: lines given so far.
+        ended: there are no more.
+    """
+
+    def __init__(
+        self,
+        stream: BinaryIO,
+        *,
+        name: str = "the input",
+        may_wait: bool = False,
+        size: int | None = None,
+        position: Callable[[], int] | None = None,
+        limit: int | None = None,
+    ) -> None:
+        self._stream = stream
+        self._name = name
+        self._size = size
+        self._position = position
+        self._limit = limit
+        self._number = self._num_bytes = 0
+        self._first: tuple[int, bytes] | None = None
+        self.num_rows = 0
+        self.ended = False
+        self._ahead: queue.Queue[bytes | Exception] | None = None
+        if may_wait:
+            self._ahead = queue.Queue(maxsize=_AHEAD)
+            threading.Thread(target=self._read_ahead, args=(self._ahead,), daemon=True).start()
+
+    def _read_ahead(self, ahead: queue.Queue[bytes | Exception]) -> None:
+        try:
+            while line := self._stream.readline():
+                ahead.put(line)
+        except _FAULTS as error:
+            ahead.put(error)
+        ahead.put(b"")
+
+    def is_empty(self) -> bool:
+        """Whether there is no line at all; waits for the first, which `get` then gives.
+
+        Raises:
+            NotDone: as `get`.
+        """
+        self._first = self._next(wait=True)
+        return self._first is None
+
+    def get(self, *, wait: bool) -> tuple[int, bytes] | None:
+        """The next line and its number. None: there is no more, or not yet and `wait` is False.
+
+        Raises:
+            NotDone: it cannot be read. There is no more after that.
+        """
+        found, self._first = self._first or self._next(wait=wait), None
+        if found is not None:
+            self.num_rows += 1
+            if self.num_rows == self._limit:
+                self.ended = True
+        return found
+
+    def _next(self, *, wait: bool) -> tuple[int, bytes] | None:
+        while not self.ended:
+            try:
+                line = self._ahead.get(block=wait) if self._ahead else self._stream.readline()
+            except queue.Empty:
+                return None
+            except _FAULTS as error:
+                line = error
+            if isinstance(line, Exception):
+                self.ended = True
+                told = line.strerror if isinstance(line, OSError) else None
+                raise NotDone(f"cannot read {self._name}: {told or one_line(line)}") from None
+            self.ended = not line
+            self._number += 1
+            self._num_bytes += len(line)
+            if line and not line.isspace():
+                return self._number, line
+        return None
+
+    def estimate(self) -> int | None:
+        """How many lines there are in all, by how far the bytes read have come; None: nothing is known."""
+        if self.ended:
+            return self.num_rows
+        read = self._num_bytes if self._position is None else self._position()
+        found = max(self.num_rows, round(self.num_rows * self._size / read)) if self._size and read else None
+        if self._limit is not None:
+            return self._limit if found is None else min(found, self._limit)
+        return found
+
+
+def open_input(path: str, stack: ExitStack, *, limit: int | None = None) -> Lines:
+    """The lines of a file, of a gzip file, or of stdin (``-``).
+
+    Raises:
+        NotDone: it cannot be opened.
+    """
+    if path == "-":
+        return Lines(_stdin(), name="stdin", may_wait=True, limit=limit)
+    try:
+        status = os.stat(path)
+        raw = stack.enter_context(open(path, "rb"))  # noqa: SIM115 - the stack closes it
+    except OSError as error:
+        raise NotDone(f"cannot read {path}: {error.strerror or error}") from None
+    is_file = stat.S_ISREG(status.st_mode)
+    size = status.st_size if is_file else None
+    if path.endswith(".gz"):
+        unpacked = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw)))
+        position = raw.tell if is_file else None
+        return Lines(unpacked, name=path, may_wait=not is_file, size=size, position=position, limit=limit)
+    return Lines(raw, name=path, may_wait=not is_file, size=size, limit=limit)
+
+
+def _stdin() -> BinaryIO:
+    try:
+        # A buffer of its own: the reading thread may still hold its lock when the interpreter flushes the usual one.
+        return open(sys.stdin.fileno(), "rb", closefd=False)
+    except io.UnsupportedOperation:
+        return sys.stdin.buffer

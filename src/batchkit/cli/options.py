@@ -1,0 +1,206 @@
+"""What may be said on the command line, and what of it is wrong before any file is opened."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar, get_args
+
+from typing_extensions import override
+
+from ..types import SamplingParams
+from .fit import OnTooLong
+from .records import FIELDS
+from .specs import SCHEDULERS, parse_policy, try_policy
+from .templates import Template
+
+__all__ = ["DONE", "FAILED_ROWS", "INTERRUPTED", "NOT_DONE", "parse"]
+
+DONE, NOT_DONE, USAGE, FAILED_ROWS, INTERRUPTED = 0, 1, 2, 3, 130
+
+_EXIT_CODES = "exit codes: 0 done; 1 not done; 2 wrong usage; 3 done, and some rows have failed; 130 interrupted"
+_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+_T = TypeVar("_T")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line: the usage of forty options would hide it."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"batchkit: {message} ({self.prog} --help says more)\n")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options, checked. Wrong usage ends the program with exit code 2."""
+    parser = _Parser(prog="batchkit", description="Continuous batching of LLM inference.")
+    version = sys.modules["batchkit"].__version__  # imported by now, since this is a part of it
+    parser.add_argument("--version", action="version", version=f"batchkit {version}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    generate = commands.add_parser(
+        "generate",
+        help="answer the prompts of a file",
+        description="Answer the prompts of a file. A line is a JSON object with `prompt` (text or token ids) or "
+        "`messages` (objects with role and content, for the model's chat template; `chat_template_kwargs` go to "
+        "that), or whatever --template asks for; and, if wanted, `id` (text or an integer; else the line's number) "
+        "and `params` (fields of SamplingParams). Other keys are ignored, and so are empty lines. Each row gives one "
+        "record, in the same order: `id`, `text`, `finish_reason` and `usage`, or `id` and `error`.",
+        epilog=_EXIT_CODES,
+    )
+    _add_generate(generate)
+    commands.add_parser(
+        "env",
+        help="versions, devices, and what attention would run on",
+        description="Print what a report of a fault should say: versions, devices, and the attention backend.",
+    )
+    doctor = commands.add_parser(
+        "doctor",
+        help="check that a model comes out right",
+        description="Bind a model and compare its logits with those of plain transformers (eager attention) on random "
+        "tokens, in random pieces over scattered KV blocks.",
+        epilog="exit codes: 0 it comes out right; 1 it does not, or cannot be bound or loaded; 2 wrong usage",
+    )
+    doctor.add_argument("model", metavar="MODEL", help="a folder, or a name on the hub")
+    doctor.add_argument(
+        "--dtype", choices=_DTYPES, default="float32", help="default: float32; in half precision only gross faults show"
+    )
+    doctor.add_argument("--device", help="such as cpu or cuda:0; default: the accelerator, if there is one")
+    doctor.add_argument("--seed", metavar="N", type=int, default=0, help="of the tokens and the pieces; default: 0")
+
+    args = parser.parse_args(argv)
+    if args.command == "generate":
+        _check(args, generate)
+    return args
+
+
+def _add_generate(generate: argparse.ArgumentParser) -> None:
+    generate.add_argument("input", metavar="IN", help="JSONL or text in UTF-8, .gz too; - for stdin")
+    generate.add_argument("-o", "--output", metavar="OUT", help="JSONL in UTF-8, .gz too; - for stdout")
+    generate.add_argument("--overwrite", action="store_true", help="replace an output file that is not empty")
+    generate.add_argument("--quiet", action="store_true", help="no progress, no warnings, no figures")
+    generate.add_argument(
+        "--dry-run", action="store_true", help="compute nothing; print the lengths, what is wrong and what would run"
+    )
+
+    rows = generate.add_argument_group("rows")
+    rows.add_argument(
+        "--format", choices=("jsonl", "text"), help="text: a line is a prompt; default: text for .txt, else jsonl"
+    )
+    rows.add_argument(
+        "--template",
+        metavar="TEXT",
+        type=_said(Template),
+        help="makes the prompt of columns, like 'Summarise: {body}'; {{ and }} are braces",
+    )
+    rows.add_argument(
+        "--keep",
+        metavar="COL[=AS],...",
+        action="append",
+        default=[],
+        help="copy columns to the record, under another name if wanted",
+    )
+    rows.add_argument("--limit", metavar="N", type=_count, help="only the first N rows")
+    rows.add_argument(
+        "--on-too-long",
+        choices=get_args(OnTooLong),
+        default="error",
+        help="a prompt that leaves no room for max_tokens fails, or loses its beginning (left) or its end (right); "
+        "default: error",
+    )
+    rows.add_argument(
+        "--window", metavar="N", type=_count, help="most rows in the engine at a time; default: 1024, or four a seat"
+    )
+
+    model = generate.add_argument_group("model")
+    model.add_argument("--model", metavar="PATH", required=True, help="a folder, or a name on the hub")
+    model.add_argument("--dtype", choices=_DTYPES, default="auto", help="default: auto, the one it is stored in")
+    model.add_argument("--device", help="such as cpu or cuda:0; default: the accelerator, if there is one")
+    model.add_argument("--max-model-len", metavar="N", type=_count, help="most tokens of prompt and output together")
+
+    engine = generate.add_argument_group("scheduling and memory")
+    engine.add_argument(
+        "--scheduler",
+        metavar="POLICY[,key=value...]",
+        type=_said(parse_policy),
+        default="chunked",
+        help=f"{', '.join(SCHEDULERS)}, or module:Class for one of your own; default: chunked",
+    )
+    engine.add_argument("--max-num-seqs", metavar="N", type=_count, help="most sequences that run at a time")
+    engine.add_argument("--max-tokens-per-step", metavar="N", type=_count, help="token budget of a step")
+    size = engine.add_mutually_exclusive_group()
+    size.add_argument("--kv-memory", metavar="SIZE", help="KV cache in bytes or like 2GiB; default: what is useful")
+    size.add_argument("--num-kv-blocks", metavar="N", type=_count, help="KV cache in blocks")
+    engine.add_argument("--block-size", metavar="N", type=_count, help="tokens in a KV block")
+    engine.add_argument("--swap-memory", metavar="SIZE", help="host memory for preempted sequences; default: none")
+
+    defaults = generate.add_argument_group("sampling, where a row's `params` do not say")
+    defaults.add_argument("--max-tokens", metavar="N", type=int, help="most tokens to generate")
+    defaults.add_argument("--temperature", metavar="T", type=float, help="0 is greedy; default: 1")
+    defaults.add_argument("--seed", metavar="N", type=int, help="default: a fresh one for each row")
+
+
+def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """What no option shows alone. Adds what follows from them: `is_text`, `defaults`, `attention`."""
+    if args.output is None and not args.dry_run:
+        parser.error("-o OUT is required, except with --dry-run")
+    args.attention = "unknown"
+    args.is_text = args.format == "text" or (args.format is None and args.input.removesuffix(".gz").endswith(".txt"))
+    args.defaults = {
+        name: value for name in ("max_tokens", "temperature", "seed") if (value := getattr(args, name)) is not None
+    }
+    try:
+        SamplingParams(**args.defaults)
+        args.keep = _columns(args.keep)
+        try_policy(
+            args.scheduler,
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_tokens_per_step=args.max_tokens_per_step,
+        )
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+
+
+def _columns(given: list[str]) -> dict[str, str]:
+    """The columns to keep, by the name that each gets.
+
+    >>> _columns(["lang,url", "text=source"])
+    {'lang': 'lang', 'url': 'url', 'source': 'text'}
+    """
+    keep: dict[str, str] = {}
+    for part in ",".join(given).split(",") if given else ():
+        column, renamed, name = (text.strip() for text in part.partition("="))
+        name = name if renamed else column
+        if not column or not name:
+            raise ValueError(f"--keep takes columns with commas between them, got {','.join(given)!r}")
+        if name in FIELDS:
+            raise ValueError(
+                f"a record has a field {name!r} of its own; --keep {column}=my_{name} copies the column as my_{name}"
+            )
+        if name in keep:
+            raise ValueError(f"--keep names {name!r} twice")
+        keep[name] = column
+    return keep
+
+
+def _said(make: Callable[[str], _T]) -> Callable[[str], _T]:
+    """A type for argparse that says what `make` says."""
+
+    def convert(text: str) -> _T:
+        try:
+            return make(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def _count(text: str) -> Any:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return value

@@ -1,0 +1,41 @@
+"""Versions of what torch was built with, the devices, and the attention backends."""
+
+from __future__ import annotations
+
+import torch
+
+from .backends import choose_backend
+from .kv_pool import free_memory
+from .loading import default_device
+
+__all__ = ["describe"]
+
+_GIB = 1 << 30
+
+
+def describe() -> list[tuple[str, str]]:
+    """Names and what is to be said of each, for people."""
+    backend = choose_backend(None, (), "any model").name
+    return [
+        ("torch CPU", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
+        ("torch CUDA", torch.version.cuda or "built without"),
+        *(("device", text) for text in _devices()),
+        ("default device", default_device()),
+        ("attention", f"{backend}, the only backend of this version; xformers and triton are not used"),
+    ]
+
+
+def _devices() -> list[str]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        free = torch.cuda.mem_get_info(index)[0]
+        found.append(
+            f"cuda:{index}, {device.name}, compute capability {device.major}.{device.minor}, "
+            f"{free / _GIB:.1f} of {device.total_memory / _GIB:.1f} GiB free"
+        )
+    names = ["mps"] if torch.backends.mps.is_available() else []
+    for name in [*names, "cpu"]:
+        free_bytes = free_memory(torch.device(name))
+        found.append(name if free_bytes is None else f"{name}, {free_bytes / _GIB:.1f} GiB free")
+    return found

@@ -1,0 +1,102 @@
+"""What a model would run with, found out from its configuration alone: nothing is loaded but the tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from ..errors import UnsupportedModel
+from ..types import KVGeometry
+from .attention import probe_layers
+from .backends import choose_backend
+from .kv_pool import block_bytes, free_memory, num_blocks_for
+from .loading import default_device
+from .runner import BLOCK_SIZE, eos_token_ids, model_len
+from .tokenizer import HFTokenizer
+
+if TYPE_CHECKING:
+    from .backends.base import LayerSpec
+
+__all__ = ["Preview", "preview"]
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What was found.
+
+    Attributes:
+        tokenizer: the model's.
+        geometry: as the runner's would be. By default the number of blocks depends on the memory that is free at the
+            time, so that it is about right.
+        attention: the backend that would be chosen, or why nobody knows.
+    """
+
+    tokenizer: HFTokenizer
+    geometry: KVGeometry
+    attention: str
+
+
+def preview(
+    name_or_path: str,
+    *,
+    device: str | None = None,
+    dtype: str = "auto",
+    kv_memory: int | str | None = None,
+    num_kv_blocks: int | None = None,
+    block_size: int | None = None,
+    max_model_len: int | None = None,
+    max_num_seqs: int = 256,
+) -> Preview:
+    """Look at a model without loading its weights. The arguments are those of `TransformersRunner` and `load_model`.
+
+    Raises:
+        UnsupportedModel: its attention cannot be replaced, with every reason that shows without weights.
+        OSError: there is no such model.
+    """
+    config = AutoConfig.from_pretrained(name_or_path)
+    where = torch.device(default_device() if device is None else device)
+    size = BLOCK_SIZE if block_size is None else block_size
+    length = model_len(config, max_model_len)
+    model = _without_weights(config, dtype)
+    max_blocks = max_num_seqs * -(-length // size)
+    try:
+        layers = [replace(layer, device=where) for layer in probe_layers(model)]
+    except UnsupportedModel:
+        raise
+    except Exception:  # some models look at values on their way, and there are none
+        attention = "not known before the model is loaded, nor how much KV memory there will be"
+        num_blocks = max_blocks if num_kv_blocks is None else num_kv_blocks
+    else:
+        attention = choose_backend(None, layers, type(model).__name__).name
+        num_blocks = num_blocks_for(
+            layers, block_size=size, kv_memory=kv_memory, num_kv_blocks=num_kv_blocks, max_blocks=max_blocks
+        )
+        if kv_memory is None and num_kv_blocks is None:
+            num_blocks = min(num_blocks, _beside_weights(model, layers, size, where, num_blocks))
+    geometry = KVGeometry(
+        num_blocks=num_blocks,
+        block_size=size,
+        max_model_len=length,
+        vocab_size=model.get_input_embeddings().weight.shape[0],
+        eos_token_ids=eos_token_ids(model),
+    )
+    return Preview(HFTokenizer(AutoTokenizer.from_pretrained(name_or_path)), geometry, attention)
+
+
+def _without_weights(config: Any, dtype: str) -> Any:
+    stored = {} if dtype == "auto" else {"dtype": dtype}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, **stored).eval()
+
+
+def _beside_weights(model: Any, layers: list[LayerSpec], size: int, where: torch.device, num_blocks: int) -> int:
+    """The default number of blocks once the weights have taken their memory, at least one."""
+    free = free_memory(where)
+    if free is None:
+        return num_blocks
+    weights = sum(tensor.numel() * tensor.itemsize for tensor in model.state_dict().values())
+    each = sum(block_bytes(layers, size).values())
+    return max(1, int(free - weights) // 2 // each)
