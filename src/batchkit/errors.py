@@ -125,10 +125,10 @@ class ConformanceError(BatchkitError, AssertionError):
         rule: the rule, in one sentence.
     """
 
-    def __init__(self, part: str, rule: str, details: str) -> None:
-        self._parts = (part, rule, details)
+    def __init__(self, part: str, rule: str, details: str, where: str = "") -> None:
+        self._parts = (part, rule, details, where)
         self.rule = rule
-        super().__init__(f"{part} breaks a rule: {rule}. {details}")
+        super().__init__(f"{part} breaks a rule{f' {where}' if where else ''}: {rule}. {details}")
 
-    def __reduce__(self) -> tuple[type[ConformanceError], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[type[ConformanceError], tuple[str, str, str, str]]:
         return type(self), self._parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 from ..allocators import BlockAllocator, ContiguousAllocator, PagedAllocator
 from ..clocks import VirtualClock
 from ..engine import Engine
-from ..errors import BatchkitError, ConformanceError, SchedulerStalled
+from ..errors import BatchkitError, ConformanceError, InvariantError, SchedulerStalled
 from ..preemption import Swap
 from ..scheduler import Scheduler, Step
 from ..schedulers import OrcaScheduler
@@ -34,12 +34,14 @@ def check_scheduler(
     num_workloads: int = 25,
     seed: int = 0,
     max_wait_steps: int | None = None,
+    step_s: float = 1e-3,
 ) -> None:
     """Run a policy over random workloads and raise at the first rule that it breaks.
 
     Prompts, outputs, arrivals, block sizes, pools, seats and budgets are random; pools are tight, some requests are
-    aborted, some steps of the runner fail, and preempted sequences are recomputed or swapped. The policy must serve
-    every request to its end, in a bounded number of steps, by the verbs of its `Step` alone.
+    aborted, some steps of the runner fail, and preempted sequences are recomputed or swapped. Requests have priorities,
+    tenants, deadlines that can be kept or not, and length hints that are right, wrong, or missing. The policy must
+    serve every request to its end, in a bounded number of steps, by the verbs of its `Step` alone.
 
     Args:
         make: the policy's class, or a function ``(allocator, **options) -> Scheduler`` that passes the options of
@@ -47,21 +49,23 @@ def check_scheduler(
         num_workloads: how many workloads, each over every allocator that the policy can work with.
         seed: of the workloads.
         max_wait_steps: the longest that a live sequence may go without a row while others have one, under a steady
-            load of twice as many short requests as there are seats. None: starving is allowed, as in shortest-first.
+            load of twice as many short requests as there are seats. None: starving is allowed.
+        step_s: how many seconds a step takes on the simulated clock: for policies whose ageing reckons with time.
 
     Raises:
-        ConformanceError: with the rule, the step and the rows that show it.
+        ConformanceError: the rule and the step in one sentence, what happened in another, and below them the sequences
+            that show it.
     """
     name = getattr(make, "__name__", "the scheduler")
     for number in range(num_workloads):
         rng = random.Random(f"{seed}/{number}")
         for pool in ("paged", "paged with swap", "contiguous"):
-            trial = _Trial(make, name, rng, f"workload {number} of seed {seed}, {pool}", pool)
+            trial = _Trial(make, name, rng, f"workload {number} of seed {seed}", pool, step_s)
             if trial.possible:
                 trial.run_all()
     if max_wait_steps is not None:
         for pool in ("paged", "contiguous"):
-            trial = _Trial(make, name, random.Random(seed), f"a steady load, {pool}", pool, steady=True)
+            trial = _Trial(make, name, random.Random(seed), f"a steady load of seed {seed}", pool, step_s, steady=True)
             if trial.possible:
                 trial.run_steady(max_wait_steps)
 
@@ -70,14 +74,19 @@ def check_scheduler(
 class _Job:
     prompt: tuple[int, ...]
     max_tokens: int
-    arrival: float
+    arrival: float  # in steps
+    due: float | None  # in steps after the arrival
+    hint: int | None
+    metadata: Mapping[str, Any]
 
 
 class _FlakyRunner(SimulatedRunner):
     """Fails before, in the middle of, or after a step now and then, but never twice in a row; asserts rules of rows."""
 
-    def __init__(self, geometry: KVGeometry, clock: VirtualClock, rng: random.Random, rate: float) -> None:
-        super().__init__(geometry, clock=clock)
+    def __init__(
+        self, geometry: KVGeometry, clock: VirtualClock, rng: random.Random, rate: float, step_s: float
+    ) -> None:
+        super().__init__(geometry, clock=clock, cost=lambda out: step_s)
         self._rng = rng
         self._rate = rate
         self._failed = False
@@ -99,10 +108,19 @@ class _Trial:
     """One policy over one pool."""
 
     def __init__(
-        self, make: MakeScheduler, name: str, rng: random.Random, where: str, pool: str, *, steady: bool = False
+        self,
+        make: MakeScheduler,
+        name: str,
+        rng: random.Random,
+        where: str,
+        pool: str,
+        step_s: float,
+        *,
+        steady: bool = False,
     ) -> None:
-        self.name, self.rng, self.where = name, rng, where
+        self.name, self.rng, self.where, self.pool, self.step_s = name, rng, where, pool, step_s
         self.steps = 0
+        self.planned: Step | None = None
         size = rng.choice([1, 2, 4, 8])
         longest = 16 if steady else _MODEL_LEN // 2
         self.jobs = [self._job(longest) for _ in range(rng.randint(1, 16))]
@@ -131,28 +149,76 @@ class _Trial:
         geometry = KVGeometry(
             num_blocks=blocks, block_size=size, host_blocks=host, max_model_len=_MODEL_LEN, vocab_size=_VOCAB
         )
-        self.runner = _FlakyRunner(geometry, self.clock, rng, 0.0 if steady else rng.choice([0.0, 0.1]))
+        self.runner = _FlakyRunner(geometry, self.clock, rng, 0.0 if steady else rng.choice([0.0, 0.1]), step_s)
         self.engine = Engine(self.runner, self.scheduler, clock=self.clock)
         self.abort_rate = 0.0 if steady else rng.choice([0.0, 0.0, 0.02])
         self.seats, self.budget = seats, budget
         self._audit_schedule()
 
     def _job(self, longest: int) -> _Job:
-        prompt = tuple(self.rng.randrange(_VOCAB) for _ in range(self.rng.randint(1, longest)))
-        return _Job(prompt, self.rng.randint(1, longest), self.rng.random() * 0.05)
+        rng = self.rng
+        prompt = tuple(rng.randrange(_VOCAB) for _ in range(rng.randint(1, longest)))
+        max_tokens = rng.randint(1, longest)
+        return _Job(
+            prompt,
+            max_tokens,
+            arrival=rng.random() * 50,
+            due=rng.choice([None, -10.0, 2.0 * max_tokens, 100.0]),
+            hint=rng.choice([None, max_tokens, max_tokens, 1, rng.randint(1, longest), 3 * longest, 0]),
+            metadata=rng.choice([{}, {"tenant": "a"}, {"tenant": "a"}, {"tenant": 2}]),
+        )
 
-    def broken(self, rule: str, details: str = "") -> ConformanceError:
-        rows = ", ".join(
-            f"{row.request.id}: {row.num_tokens} tokens from {row.start}"
-            for row in (self.runner.last.rows[:6] if self.runner.last else ())
+    def _add(self, job: _Job, name: str | None = None) -> None:
+        """Add a request; one without a name arrives now."""
+        arrival = self.clock() if name is None else job.arrival * self.step_s
+        self.engine.add_request(
+            job.prompt,
+            SamplingParams(max_tokens=job.max_tokens, temperature=0),
+            request_id=name,
+            arrival=arrival,
+            deadline=None if job.due is None else arrival + job.due * self.step_s,
+            length_hint=job.hint,
+            priority=len(job.prompt) % 3,
+            metadata=job.metadata,
         )
-        state = (
-            f"Step {self.steps} of {self.where} ({self.scheduler.allocator.num_blocks} blocks of "
-            f"{self.scheduler.allocator.block_size}, {self.seats} seats, {self.budget} tokens a step). "
-            f"{details}{'; ' if details else ''}last rows computed: {rows or 'none'}; waiting: "
-            f"{self.scheduler.waiting!r}; running: {self.scheduler.running!r}"
+
+    # ------------------------------------------------------------------------------- what is said of a broken rule
+
+    def broken(self, rule: str, what: str, show: Iterable[Sequence] = ()) -> ConformanceError:
+        """The error: `what` is a sentence about this step, `show` those it is about; by default the first ones."""
+        waiting, running = list(self.scheduler.waiting), list(self.scheduler.running)
+        shown = list(show) or running[:3] + waiting[:3]
+        allocator = self.scheduler.allocator
+        rows = {row.seq_id: row for row in (self.runner.last.rows if self.runner.last else ())}
+        lines = [
+            f"{len(running)} running, {len(waiting)} waiting; {allocator.num_free_blocks} of {allocator.num_blocks} "
+            f"blocks of {allocator.block_size} tokens free; {self.seats} seats; {self.budget} tokens a step",
+            *(self._line(seq, rows.get(seq.id)) for seq in shown[:6]),
+        ]
+        if not show and len(shown) < len(running) + len(waiting):
+            lines.append(f"and {len(running) + len(waiting) - len(shown)} more")
+        lines.append(f"in {self.where}, over a pool that is {self.pool}")
+        return ConformanceError(self.name, rule, "\n  ".join([f"{what}.", *lines]), f"in step {self.steps}")
+
+    def _line(self, seq: Sequence, row: ScheduledSequence | None) -> str:
+        return (
+            f"request {seq.request.id!r}: {seq.status.value}, {seq.num_computed} of {seq.num_tokens} tokens computed, "
+            f"{len(self.scheduler.allocator.table(seq.id))} blocks"
+            f"{f', preempted {seq.num_preemptions} times' if seq.num_preemptions else ''}"
+            f"{f', its last row: {row.num_tokens} tokens from {row.start}' if row else ''}"
         )
-        return ConformanceError(self.name, rule, state)
+
+    @property
+    def live(self) -> list[Sequence]:
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
+    def _plain(self, error: Exception) -> tuple[str, list[Sequence]]:
+        """An error's message with sequences by the names of their requests, and those sequences."""
+        message = str(error).partition("; waiting [")[0]  # what follows are whole queues
+        named = [seq for seq in self.live if repr(seq) in message]
+        for seq in named:
+            message = message.replace(repr(seq), f"request {seq.request.id!r}")
+        return message[:1].upper() + message[1:], named
 
     # ------------------------------------------------------------------------------- the whole workload
 
@@ -166,19 +232,10 @@ class _Trial:
         alone = sum(len(job.prompt) + job.max_tokens for job in self.jobs)
         bound = 200 + 20 * alone
         while todo or engine.has_unfinished():
-            while todo and self.jobs[todo[0]].arrival <= self.clock():
+            while todo and self.jobs[todo[0]].arrival * self.step_s <= self.clock():
                 index = todo.pop(0)
-                job = self.jobs[index]
-                engine.add_request(
-                    job.prompt,
-                    SamplingParams(max_tokens=job.max_tokens, temperature=0),
-                    request_id=str(index),
-                    arrival=job.arrival,
-                    length_hint=job.max_tokens,
-                    priority=index % 3,
-                    metadata={"tenant": f"tenant-{index % 2}"},
-                )
-            arrival = self.jobs[todo[0]].arrival if todo else None
+                self._add(self.jobs[index], str(index))
+            arrival = self.jobs[todo[0]].arrival * self.step_s if todo else None
             if not engine.has_unfinished():
                 assert arrival is not None
                 self.clock.sleep_until(arrival)
@@ -187,7 +244,9 @@ class _Trial:
                 streamed.setdefault(output.request_id, []).extend(output.new_token_ids)
                 if output.finished:
                     if output.request_id in finals:
-                        raise self.broken("a request has exactly one final output", f"{output.request_id} has two")
+                        raise self.broken(
+                            "a request has exactly one final output", f"Request {output.request_id} has two"
+                        )
                     finals[output.request_id] = output
             engine.wait(arrival)
             if self.abort_rate and rng.random() < self.abort_rate:
@@ -195,35 +254,37 @@ class _Trial:
                 if engine.abort(victim):
                     aborted.add(victim)
             if self.steps > bound:
-                counts = [
-                    f"{seq.request.id} preempted {seq.num_preemptions} times"
-                    for queue in (self.scheduler.waiting, self.scheduler.running)
-                    for seq in queue
-                ]
-                raise self.broken(f"a workload that needs {alone} steps at most ends within {bound}", ", ".join(counts))
+                left = sorted(self.live, key=lambda seq: -seq.num_preemptions)
+                raise self.broken(
+                    f"a workload that takes {alone} steps one by one ends within {bound}",
+                    f"{len(left)} of {len(self.jobs)} requests are left, {self.scheduler.num_held} of them held, and "
+                    f"{left[0].request.id!r} was preempted {left[0].num_preemptions} times",
+                    left[:3],
+                )
         self._ended(finals, aborted, streamed)
 
     def _ended(self, finals: dict[str, RequestOutput], aborted: set[str], streamed: dict[str, list[int]]) -> None:
         for index, job in enumerate(self.jobs):
             final = finals.get(str(index))
             if final is None:
-                raise self.broken("every request gets a final output", f"request {index} has none")
+                raise self.broken("every request gets a final output", f"Request {index} has none")
             if tuple(streamed[str(index)]) != final.token_ids:
-                raise self.broken("what is delivered adds up to the final output", f"request {index}")
+                raise self.broken("what is delivered adds up to the final output", f"That of request {index} does not")
             if str(index) in aborted:
                 continue
             want = self._alone(job)
             if final.token_ids != want:
                 raise self.broken(
                     "a request gets the tokens that it gets alone",
-                    f"request {index} ended by {final.finish_reason} ({final.error}) with {final.token_ids}, "
-                    f"not {want}",
+                    f"Request {index} ended by {final.finish_reason} ({final.error}) with {final.token_ids} "
+                    f"in place of {want}",
                 )
         allocator, host = self.scheduler.allocator, getattr(self.scheduler.preemption, "host", None)
         for pool in (allocator, host):
             if isinstance(pool, BlockAllocator) and pool.num_free_blocks != pool.num_blocks:
                 raise self.broken(
-                    "after the last request every block is free", f"{pool.num_free_blocks} of {pool.num_blocks} are"
+                    "after the last request every block is free",
+                    f"Only {pool.num_free_blocks} of {pool.num_blocks} are",
                 )
         self.engine.close()
 
@@ -241,13 +302,7 @@ class _Trial:
         live = 0
         for _ in range(4 * max_wait_steps + 50):
             while live < 2 * self.seats:
-                job = self._job(16)
-                engine.add_request(
-                    job.prompt,
-                    SamplingParams(max_tokens=job.max_tokens, temperature=0),
-                    length_hint=job.max_tokens,
-                    metadata={"tenant": f"tenant-{live % 2}"},
-                )
+                self._add(self._job(16))
                 live += 1
             self.runner.last = None
             live -= sum(output.finished for output in self._step())
@@ -264,7 +319,8 @@ class _Trial:
                     if waited > max_wait_steps:
                         raise self.broken(
                             f"no live sequence goes without a row for more than {max_wait_steps} steps",
-                            f"{seq!r} went without for {waited} steps",
+                            f"Request {seq.request.id!r} has gone without for {waited}",
+                            [seq],
                         )
 
     # ------------------------------------------------------------------------------- one step
@@ -277,16 +333,23 @@ class _Trial:
         except ConformanceError:
             raise
         except SchedulerStalled as stalled:
-            raise self.broken("with live work a step has a row or a later time to wait for", str(stalled)) from stalled
+            refused = self.planned.refused if self.planned is not None else None
+            raise self.broken(
+                "with live work a step has a row or a later time to wait for",
+                "Nobody was chosen and no time named; "
+                + (f"the last refusal was for lack of {refused.value}" if refused else "Step.run refused nobody"),
+            ) from stalled
+        except InvariantError as error:
+            raise self.broken("every row finds the KV that was written for it", *self._plain(error)) from error
         except BatchkitError as error:
-            raise self.broken("a policy uses the verbs of its step as they are meant", str(error)) from error
+            raise self.broken("a policy uses the verbs of its step as they are meant", *self._plain(error)) from error
         except Exception as error:
-            raise self.broken("schedule does not raise", f"{type(error).__name__}: {error}") from error
+            raise self.broken("schedule does not raise", f"It raised {type(error).__name__}: {error}") from error
         self._check_rows()
         try:
             self.engine.check()
         except AssertionError as error:
-            raise self.broken("the books balance after every step", str(error)) from error
+            raise self.broken("the books balance after every step", *self._plain(error)) from error
         return outputs
 
     def _check_rows(self) -> None:
@@ -295,15 +358,19 @@ class _Trial:
             return
         ids = [row.seq_id for row in out.rows]
         if len(set(ids)) != len(ids):
-            raise self.broken("no sequence has two rows in a step", f"rows of sequences {ids}")
+            raise self.broken("no sequence has two rows in a step", f"The rows are of the sequences {ids}")
         if len(ids) > self.seats:
-            raise self.broken("no more rows than seats", f"{len(ids)} rows, {self.seats} seats")
+            raise self.broken("no more rows than seats", f"There are {len(ids)} rows and {self.seats} seats")
         tokens = sum(row.num_tokens for row in out.rows)
         if tokens > self.budget or tokens != out.num_tokens:
-            raise self.broken("the rows keep to the token budget", f"{tokens} tokens, {out.num_tokens} counted")
+            raise self.broken("the rows keep to the token budget", f"They have {tokens}, {out.num_tokens} counted")
         gave_way = {eviction.seq_id for eviction in out.preempted} & set(ids)
         if gave_way:
-            raise self.broken("no sequence that gave way has a row in the same step", f"sequences {sorted(gave_way)}")
+            raise self.broken(
+                "no sequence that gave way has a row in the same step",
+                f"{len(gave_way)} have",
+                [seq for seq in self.live if seq.id in gave_way],
+            )
 
     # ------------------------------------------------------------------------------- behind the step's back
 
@@ -312,11 +379,12 @@ class _Trial:
         schedule = self.scheduler.schedule
 
         def audited(step: Step) -> None:
+            self.planned = step
             before = _Snapshot(self.scheduler)
             schedule(step)
             changed = before.unexplained(_Snapshot(self.scheduler), step)
             if changed:
-                raise self.broken("only the verbs of a step change queues, blocks and progress", changed)
+                raise self.broken("only the verbs of a step change queues, blocks and progress", *changed)
 
         self.scheduler.schedule = audited  # type: ignore[method-assign]
 
@@ -341,39 +409,45 @@ class _Snapshot:
             for seq in (*self.waiting, *self.running)
         }
 
-    def unexplained(self, after: _Snapshot, step: Step) -> str:
-        """What differs between self and `after` beyond what `step` did; empty if nothing."""
-        chosen = [seq for seq, _, _ in step._chosen.values()]
+    def unexplained(self, after: _Snapshot, step: Step) -> tuple[str, list[Sequence]] | None:
+        """What differs between self and `after` beyond what `step` did, and of which sequences."""
+        chosen = [seq for seq, *_ in step._chosen.values()]
         admitted = [seq for seq in chosen if self.of.get(seq.id, {}).get("status") is Status.WAITING]
         preempted = list(step._preempted)
         gone_in, gone_out = {seq.id for seq in admitted}, set(preempted)
         by_id = {seq.id: seq for seq in self.running}
         if any(seq_id not in by_id for seq_id in preempted):
-            return "a sequence was preempted that did not run"
+            return "A sequence was preempted that did not run", []
         waiting = [by_id[i] for i in reversed(preempted)] + [s for s in self.waiting if s.id not in gone_in]
         running = [s for s in self.running if s.id not in gone_out] + admitted
         for queue, want, have in (("waiting", waiting, after.waiting), ("running", running, after.running)):
             if want != have:
-                return f"the {queue} queue is {_ids(have)}, by the step's verbs it would be {_ids(want)}"
+                same = next((i for i, pair in enumerate(zip(want, have, strict=False)) if pair[0] != pair[1]), None)
+                first = min(len(want), len(have)) if same is None else same
+                return (
+                    f"From place {first} the {queue} queue is {_names(have[first:])}, by the step's verbs it would be "
+                    f"{_names(want[first:])}",
+                    [*want[first : first + 1], *have[first : first + 1]],
+                )
         if after.copies[: len(self.copies)] != self.copies:
-            return "copies that had not been made were dropped"
+            return "Copies that had not been made were dropped", []
+        everybody = {seq.id: seq for seq in (*self.waiting, *self.running)}
         for seq_id, old in self.of.items():
-            new = after.of[seq_id]
-            if new["output"] != old["output"]:
-                return f"the output of sequence {seq_id} changed from {old['output']} to {new['output']}"
+            new, seq = after.of[seq_id], everybody[seq_id]
+            # By its verbs a step moves a sequence and its blocks; what it has computed and said is the engine's.
             if seq_id in gone_out:
-                continue
-            if seq_id in step._chosen:
-                if new["num_computed"] != old["num_computed"] and seq_id not in gone_in:
-                    return (
-                        f"num_computed of sequence {seq_id} changed from {old['num_computed']} to {new['num_computed']}"
-                    )
-                continue
+                may_change = {"status", "seat", "blocks", "num_computed"}
+            elif seq_id in step._chosen:
+                may_change = {"status", "seat", "blocks"} | ({"num_computed"} if seq_id in gone_in else set())
+            else:
+                may_change = set()
             for what, value in old.items():
-                if new[what] != value:
-                    return f"{what} of sequence {seq_id}, which is not in the step, changed from {value} to {new[what]}"
-        return ""
+                if what not in may_change and new[what] != value:
+                    beside = ", which is not in the step," if seq_id not in step._chosen else ""
+                    return f"The {what} of request {seq.request.id!r}{beside} went from {value} to {new[what]}", [seq]
+        return None
 
 
-def _ids(queue: list[Sequence]) -> list[int]:
-    return [seq.id for seq in queue]
+def _names(queue: list[Sequence]) -> str:
+    more = f" and {len(queue) - 4} more" if len(queue) > 4 else ""
+    return f"[{', '.join(repr(seq.request.id) for seq in queue[:4])}]{more}"
