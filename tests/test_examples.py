@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import runpy
 import sys
@@ -29,7 +30,14 @@ def run(monkeypatch, capsys):
 
 
 def test_every_example_is_run_here():
-    tested = {"compare_policies.py", "custom_scheduler.py", "offline_batch.py"}
+    tested = {
+        "chat.py",
+        "compare_policies.py",
+        "custom_scheduler.py",
+        "embed_in_service.py",
+        "offline_batch.py",
+        "stream.py",
+    }
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
 
 
@@ -80,3 +88,48 @@ def test_offline_batch(run, smollm2, tmp_path):
     shown = run("offline_batch.py", smollm2, str(source))
     assert "' Paris" in shown
     assert "(error)" in shown and "8192 tokens in all" in shown
+
+
+@pytest.mark.slow
+def test_stream(run, smollm2):
+    shown = run("stream.py", smollm2, "--max-tokens", "4")
+    deltas = {str(i): "" for i in range(3)}
+    finals = {}
+    for line in shown.splitlines():
+        position, _, text = line.partition(": ")
+        if text.startswith("["):
+            assert "first token after" in text
+            finals[position] = ast.literal_eval(text.partition("] ")[2])
+        else:
+            assert position not in finals  # deltas come before the end
+            deltas[position] += ast.literal_eval(text)
+    assert deltas == finals
+    assert finals["0"].startswith(" Paris")
+
+
+@pytest.mark.slow
+def test_chat(run, smollm2, monkeypatch):
+    said = iter(["What is the capital of France?", "And of Italy?", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(said))
+    first, second = run("chat.py", smollm2, "--max-tokens", "24", "--temperature", "0").splitlines()
+    assert "Paris" in first
+    assert "Rome" in second  # it knows what was asked before
+
+
+@pytest.mark.slow
+def test_chat_ends_with_the_input(run, smollm2, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert run("chat.py", smollm2) == "> \n"
+
+
+@pytest.mark.slow
+def test_embed_in_service(run, smollm2):
+    shown = run("embed_in_service.py", smollm2, "--clients", "4")
+    assert "'2 plus 2 is' -> ' 4" in shown
+    assert "refused: a prompt of 100001 tokens" in shown
+    assert "the model by itself: ' Paris'" in shown
+    metrics = dict(line.rsplit(" ", 1) for line in shown.splitlines() if line.startswith("batchkit_"))
+    assert metrics["batchkit_requests_running"] == "0"
+    reasons = ("length", "stop")
+    assert sum(int(metrics.get(f'batchkit_requests_total{{reason="{reason}"}}', 0)) for reason in reasons) == 4
+    assert float(metrics["batchkit_generated_tokens_total"]) > 4 and float(metrics["batchkit_steps_total"]) > 1
