@@ -1,5 +1,8 @@
 """The checks catch what they are for: parts that are broken in one way each."""
 
+import itertools
+import re
+
 import pytest
 
 from batchkit import (
@@ -169,6 +172,26 @@ class DropsCopies(Sound):
         self._copies.clear()
 
 
+class TrustsHints(Sound):
+    """Takes it for granted that every request has a hint, as the next two do of tenants and deadlines."""
+
+    def admit(self, step):
+        for seq in sorted(self.waiting, key=lambda seq: seq.request.length_hint):
+            step.run(seq, reserve=seq.num_tokens)
+
+
+class TrustsTenants(Sound):
+    def admit(self, step):
+        for seq in sorted(self.waiting, key=lambda seq: seq.request.metadata["tenant"]):
+            step.run(seq, reserve=seq.num_tokens)
+
+
+class TrustsDeadlines(Sound):
+    def admit(self, step):
+        for seq in sorted(self.waiting, key=lambda seq: seq.request.deadline):
+            step.run(seq, reserve=seq.num_tokens)
+
+
 BACK = "only the verbs of a step change queues, blocks and progress"
 VERBS = "a policy uses the verbs of its step as they are meant"
 STALL = "with live work a step has a row or a later time to wait for"
@@ -190,7 +213,10 @@ BROKEN = {
     ChangesProgress: BACK,
     ChangesOutput: BACK,
     ChangesSeats: "the books balance",
-    DropsCopies: "",  # depends on which step shows it first
+    DropsCopies: "finds the KV that was written for it",
+    TrustsHints: "schedule does not raise",
+    TrustsTenants: "schedule does not raise",
+    TrustsDeadlines: "schedule does not raise",
 }
 
 
@@ -203,15 +229,52 @@ def test_a_broken_scheduler_is_caught(make):
     with pytest.raises(ConformanceError) as caught:
         check_scheduler(make)
     assert BROKEN[make] in caught.value.rule
-    message = str(caught.value)
-    assert message.startswith(make.__name__)
-    assert "Step " in message and "workload" in message
+    assert_short(str(caught.value), make.__name__)
+
+
+def assert_short(message, name):
+    """The rule and the step in the first sentence, what happened in the second, then a few lines of state."""
+    first, *state = message.split("\n")
+    assert re.match(rf"{name} breaks a rule in step \d+: [^.]+\. [A-Z]", first), first
+    assert len(first) < 300 and len(state) <= 9 and max(map(len, state)) < 160
+    assert "free" in state[0] and "of seed 0" in state[-1]
+    assert "Sequence(" not in message
+
+
+def test_a_message_says_what_happened_and_shows_whom_it_is_about():
+    with pytest.raises(ConformanceError) as caught:
+        check_scheduler(ChangesOutput)
+    first, *state = str(caught.value).split("\n")
+    name = re.search(r"The output of request '(\d+)' went from \[.*\] to \[\d+, 7, \d+\]", first)[1]
+    assert [line for line in state if "request '" in line] == [state[1]]
+    assert state[1].startswith(f"  request '{name}': running, ")
+
+
+def test_a_stalled_policy_is_told_its_last_refusal():
+    with pytest.raises(ConformanceError, match=r"Nobody was chosen and no time named; Step\.run refused nobody"):
+        check_scheduler(ForgetsRunning)
+    with pytest.raises(ConformanceError, match="the last refusal was for lack of blocks"):
+        check_scheduler(IgnoresFalse)
+
+
+def test_the_clock_takes_the_seconds_of_a_step_that_were_asked_for():
+    seen = []
+
+    class Looks(Sound):
+        def schedule(self, step):
+            seen.append(step.now)
+            super().schedule(step)
+
+    check_scheduler(Looks, num_workloads=0, max_wait_steps=100, step_s=0.25)
+    assert {after - before for before, after in itertools.pairwise(seen) if after > before} == {0.25}
 
 
 def test_starving_is_caught_with_a_bound_and_allowed_without():
     check_scheduler(StarvesTheOldest, num_workloads=5)
-    with pytest.raises(ConformanceError, match="no live sequence goes without a row for more than 100 steps"):
+    with pytest.raises(ConformanceError, match="no live sequence goes without a row for more than 100 ste") as caught:
         check_scheduler(StarvesTheOldest, num_workloads=1, max_wait_steps=100)
+    assert_short(str(caught.value), "StarvesTheOldest")
+    assert str(caught.value).count("request '") == 1  # only the one that starves is shown
 
 
 def test_a_scheduler_that_cannot_be_made_says_why():

@@ -1,21 +1,30 @@
 """Every part that ships passes the checks that are offered for parts of one's own."""
 
+import math
+
 import pytest
 
 from batchkit import (
     ChunkedPrefillScheduler,
     ContiguousAllocator,
     DynamicScheduler,
+    FairScheduler,
+    FeedbackScheduler,
     KVGeometry,
+    LeastSlackScheduler,
+    OptimisticScheduler,
     OrcaScheduler,
     PagedAllocator,
     PagedScheduler,
-    Scheduler,
+    ShortestFirstScheduler,
+    ShortestRemainingScheduler,
     SimulatedRunner,
+    SkipAheadScheduler,
     StaticScheduler,
     TrueLengths,
     WaitingServedScheduler,
 )
+from batchkit.errors import ConformanceError
 from batchkit.testing import check_allocator, check_runner, check_scheduler
 
 
@@ -43,6 +52,49 @@ def test_policy(make):
     check_scheduler(make, num_workloads=4, max_wait_steps=100)
 
 
+def with_arguments(policy, **arguments):
+    shown = ", ".join(f"{name}={value}" for name, value in arguments.items())
+    return named(f"{policy.__name__}({shown})", lambda a, **options: policy(a, **arguments, **options))
+
+
+LIBRARY = [
+    ShortestFirstScheduler,
+    ShortestRemainingScheduler,
+    with_arguments(ShortestRemainingScheduler, preemptible_part=1),
+    FairScheduler,
+    with_arguments(FairScheduler, input_weight=0),
+    # A second is about thirty steps, and requests have sixteen tokens at most.
+    with_arguments(FeedbackScheduler, quantum_tokens=2, promote_after_s=1),
+    with_arguments(LeastSlackScheduler, undated_due_s=2),
+    with_arguments(LeastSlackScheduler, undated_due_s=2, preempt_below_s=math.inf),
+    SkipAheadScheduler,
+    with_arguments(SkipAheadScheduler, max_skips=1, window=2),
+    OptimisticScheduler,
+    with_arguments(OptimisticScheduler, start=0, floor=0, raise_on_preemption=1, decay_per_step=0.5),
+]
+
+
+@pytest.mark.parametrize("make", LIBRARY, ids=lambda make: make.__name__)
+def test_policy_of_the_library(make):
+    check_scheduler(make, num_workloads=4, max_wait_steps=100, step_s=0.03)
+
+
+# What ageing is for: the same policies without it.
+STARVING = [
+    with_arguments(ShortestFirstScheduler, ageing_tokens_per_s=0),
+    with_arguments(ShortestRemainingScheduler, ageing_tokens_per_s=0),
+    with_arguments(FeedbackScheduler, quantum_tokens=2, promote_after_s=math.inf),
+    with_arguments(LeastSlackScheduler, undated_due_s=1e6),
+]
+
+
+@pytest.mark.parametrize("make", STARVING, ids=lambda make: make.__name__)
+def test_without_ageing_they_starve_and_the_bound_shows_it(make):
+    check_scheduler(make, num_workloads=1, step_s=0.03)
+    with pytest.raises(ConformanceError, match="goes without a row for more than 100 steps"):
+        check_scheduler(make, num_workloads=0, max_wait_steps=100, step_s=0.03)
+
+
 @pytest.mark.parametrize("make", [PagedAllocator, ContiguousAllocator])
 def test_allocator(make):
     check_allocator(make)
@@ -52,24 +104,6 @@ def test_simulated_runner():
     geometry = KVGeometry(num_blocks=32, block_size=4, host_blocks=16, max_model_len=100, vocab_size=50)
     check_runner(lambda: SimulatedRunner(geometry))
     check_runner(lambda: TrueLengths(SimulatedRunner(geometry)))
-
-
-class ShortestFirst(Scheduler):
-    """The policy in the documentation: it starves long requests, and is sound."""
-
-    chunked = True
-
-    def schedule(self, step):
-        order = sorted(self.running, key=lambda seq: seq.max_kv)
-        for seq in order:
-            step.run(seq, victims=reversed(order))
-        for seq in sorted(self.waiting, key=lambda seq: seq.max_kv):
-            if not step.run(seq, reserve=seq.num_tokens):
-                break
-
-
-def test_a_policy_that_may_starve_passes_without_a_bound():
-    check_scheduler(ShortestFirst, num_workloads=10)
 
 
 class NewestVictimsOfAll(ChunkedPrefillScheduler):

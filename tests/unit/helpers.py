@@ -162,7 +162,8 @@ class Rig:
     def add(self, name: str, prompt: int | str | Sequence[int] = 4, **params: Any) -> str:
         """Queue a request; a prompt that is a number is so many tokens. Greedy, 8 tokens unless told."""
         ids = tokens(name, prompt, self.geometry.vocab_size) if isinstance(prompt, int) else prompt
-        options = {key: params.pop(key) for key in ("priority", "arrival", "metadata") if key in params}
+        named = ("priority", "arrival", "deadline", "length_hint", "metadata")
+        options = {key: params.pop(key) for key in named if key in params}
         params = {"temperature": 0, "max_tokens": 8, **params}
         added = self.engine.add_request(ids, SamplingParams(**params), request_id=name, **options)
         assert added == name

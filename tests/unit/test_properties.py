@@ -12,12 +12,19 @@ from batchkit import (
     ContiguousAllocator,
     DynamicScheduler,
     Engine,
+    FairScheduler,
+    FeedbackScheduler,
     KVGeometry,
+    LeastSlackScheduler,
+    OptimisticScheduler,
     OrcaScheduler,
     PagedAllocator,
     PagedScheduler,
     SamplingParams,
+    ShortestFirstScheduler,
+    ShortestRemainingScheduler,
     SimulatedRunner,
+    SkipAheadScheduler,
     StaticScheduler,
     Status,
     Swap,
@@ -39,7 +46,18 @@ RESERVING = [
     (OrcaScheduler, {"reserve": "model_len"}),
     (WaitingServedScheduler, {}),
 ]
-GROWING = [(PagedScheduler, {}), (PagedScheduler, {"watermark_blocks": 0}), (ChunkedPrefillScheduler, {})]
+GROWING = [
+    (PagedScheduler, {}),
+    (PagedScheduler, {"watermark_blocks": 0}),
+    (ChunkedPrefillScheduler, {}),
+    (ShortestFirstScheduler, {}),
+    (ShortestRemainingScheduler, {}),
+    (FairScheduler, {}),
+    (FeedbackScheduler, {"quantum_tokens": 2, "promote_after_s": 0.01}),
+    (LeastSlackScheduler, {"undated_due_s": 0.01}),
+    (SkipAheadScheduler, {"max_skips": 2}),
+    (OptimisticScheduler, {}),
+]
 
 
 @dataclass(frozen=True)
@@ -55,13 +73,22 @@ class Workload:
 @st.composite
 def workloads(draw):
     record = st.builds(
-        lambda prompt, declared, share, arrival: WorkloadRecord(
-            prompt=prompt, max_tokens=declared, output_tokens=max(1, round(declared * share)), arrival=arrival
+        lambda prompt, declared, share, arrival, predicted, due, metadata: WorkloadRecord(
+            prompt=prompt,
+            max_tokens=declared,
+            output_tokens=max(1, round(declared * share)),
+            arrival=arrival,
+            predicted=predicted,
+            deadline=None if due is None else arrival + due,
+            metadata=metadata,
         ),
         prompt=st.integers(1, 24),
         declared=st.integers(1, 20),
         share=st.sampled_from([0.2, 1.0, 1.0]),
         arrival=st.sampled_from([0.0, 0.0, 0.003, 0.02]),
+        predicted=st.sampled_from([None, 1, 5, 100]),
+        due=st.sampled_from([None, -1.0, 0.01, 0.1]),
+        metadata=st.sampled_from([{}, {"tenant": "a"}, {"tenant": "b"}]),
     )
     records = draw(st.lists(record, min_size=1, max_size=9))
     size = draw(st.sampled_from([1, 2, 4, 8]))

@@ -257,7 +257,7 @@ class _Trial:
                 left = sorted(self.live, key=lambda seq: -seq.num_preemptions)
                 raise self.broken(
                     f"a workload that takes {alone} steps one by one ends within {bound}",
-                    f"{len(left)} of {len(self.jobs)} requests are left, {self.scheduler.num_held} of them held, and "
+                    f"There are {len(left)} requests left, {self.scheduler.num_held} of them held, and "
                     f"{left[0].request.id!r} was preempted {left[0].num_preemptions} times",
                     left[:3],
                 )
