@@ -158,13 +158,15 @@ class PerSequence(Generic[T]):
 
 
 class Progress:
-    """Whether tokens have come since the last look: a step that failed gives none."""
+    """Whether the last step has given tokens: one that failed gives none."""
 
     def __init__(self) -> None:
         self._lengths: dict[int, int] = {}
 
-    def look(self, running: QueueView) -> bool:
-        """Whether a sequence that ran at the last look, and runs now, has more tokens than then."""
-        before = self._lengths
+    def was_made(self, running: QueueView) -> bool:
+        """Whether a sequence that runs has more tokens than at the last `note`. A sequence's last one may go by."""
+        return any(len(seq.output) > self._lengths.get(seq.id, len(seq.output)) for seq in running)
+
+    def note(self, running: QueueView) -> None:
+        """At the end of a step: how far everybody is."""
         self._lengths = {seq.id: len(seq.output) for seq in running}
-        return any(length > before.get(seq_id, length) for seq_id, length in self._lengths.items())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace, nlargest
 
 from typing_extensions import Unpack, override
 
@@ -41,9 +41,11 @@ class FairScheduler(ChunkedPrefillScheduler):
     Args:
         input_weight, output_weight: what a token of a prompt and a generated token count. Default: 1 and 2, as in the
             paper.
+        max_idle_tenants: of tenants without a request so many are remembered, at least, those that were served most.
+            One that is forgotten comes back like a new one.
 
     Attributes:
-        counters: by tenant. One that is idle is left out once it would be lifted anyway.
+        counters: by tenant. An idle one is left out, in time, if it would be lifted anyway.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class FairScheduler(ChunkedPrefillScheduler):
         *,
         input_weight: float = 1.0,
         output_weight: float = 2.0,
+        max_idle_tenants: int = 10_000,
         **options: Unpack[SchedulerOptions],
     ) -> None:
         super().__init__(allocator, **options)
@@ -60,8 +63,11 @@ class FairScheduler(ChunkedPrefillScheduler):
                 raise ValueError(f"{name} must be finite and at least 0, got {weight}")
         if not input_weight + output_weight:
             raise ValueError("input_weight and output_weight are both 0, so that nothing counts")
+        if max_idle_tenants < 0:
+            raise ValueError(f"max_idle_tenants must be at least 0, got {max_idle_tenants}")
         self.input_weight = input_weight
         self.output_weight = output_weight
+        self.max_idle_tenants = max_idle_tenants
         self.counters: dict[str, float] = {}
         self._charged: dict[int, tuple[Sequence, int]] = {}  # live ones that have run, and their tokens paid for
         self._book = WaitingBook()
@@ -168,10 +174,10 @@ class FairScheduler(ChunkedPrefillScheduler):
         heapify(self._tenants)
 
     def _drop_idle(self) -> None:
-        """Forget the tenants that would be lifted to the floor when they come back."""
+        """Forget the tenants that would be lifted to the floor when they come back, and those beyond the limit."""
         floor = self._floor()
-        kept = {self.tenant(seq) for seq, _ in self._charged.values()} | self._queues.keys() | {self._last}
-        self.counters = {
-            tenant: counter for tenant, counter in self.counters.items() if counter > floor or tenant in kept
-        }
+        active = {self.tenant(seq) for seq, _ in self._charged.values()} | self._queues.keys() | {self._last}
+        idle = [(counter, t) for t, counter in self.counters.items() if counter > floor and t not in active]
+        kept = active.union(tenant for _, tenant in nlargest(self.max_idle_tenants, idle))
+        self.counters = {tenant: counter for tenant, counter in self.counters.items() if tenant in kept}
         self._prune_at = 2 * len(self.counters) + _SLACK

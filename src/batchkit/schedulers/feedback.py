@@ -22,7 +22,7 @@ class FeedbackScheduler(RankedScheduler):
 
     The skip-join multi-level feedback queue of FastServe (Wu et al., "FastServe: Iteration-Level Preemptive Scheduling
     for Large Language Model Inference", NSDI'26, section 4). Level 0 goes first. A request joins at the first level
-    whose quantum holds the cost of its prompt, and sinks by one level when it has used up the quantum of its own; each
+    whose quantum is more than its prompt costs, and sinks by one level when it has used up the quantum of its own; each
     quantum is twice the one before. Within a level it is first come first served. A sequence that waits may take the
     place of one of a deeper level, which is then computed again: `Swap` is worth its host memory here.
 
@@ -69,10 +69,10 @@ class FeedbackScheduler(RankedScheduler):
         promoted_at = self._promoted.get(seq, -1)
         level = 0
         if promoted_at < 0:
-            served = self.prompt_weight * seq.num_prompt
-            while level < len(quanta) and quanta[level] < served:
+            cost = self.prompt_weight * seq.num_prompt
+            while level < len(quanta) and quanta[level] <= cost:
                 level += 1
-            served += len(seq.output)
+            served = cost + len(seq.output)
         else:
             served = len(seq.output) - promoted_at
         while level < len(quanta) and quanta[level] <= served:

@@ -81,7 +81,7 @@ class LeastSlackScheduler(RankedScheduler):
 
     @override
     def schedule(self, step: Step) -> None:
-        if self._progress.look(self.running):
+        if self._progress.was_made(self.running):
             took = step.now - self._now
             self._observed = took if self._observed is None else 0.9 * self._observed + 0.1 * took
             if not 0.8 <= self._observed / self.step_s <= 1.25 and self._observed > 0:
@@ -89,3 +89,4 @@ class LeastSlackScheduler(RankedScheduler):
                 self._queue.rebuild(self.waiting)
         self._now = step.now
         super().schedule(step)
+        self._progress.note(self.running)

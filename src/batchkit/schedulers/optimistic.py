@@ -59,7 +59,7 @@ class OptimisticScheduler(ChunkedPrefillScheduler):
 
     @override
     def schedule(self, step: Step) -> None:
-        if self._progress.look(self.running):
+        if self._progress.was_made(self.running):
             self.ratio = max(self.floor, self.ratio - self.decay_per_step)
         num_running = len(self.running)
         self._go_on(step)
@@ -67,6 +67,7 @@ class OptimisticScheduler(ChunkedPrefillScheduler):
             self.ratio = min(1.0, self.ratio + self.raise_on_preemption)
         if self.waiting:
             self._join(step)
+        self._progress.note(self.running)
 
     def _missing(self, seq: Sequence) -> int:
         """Blocks that `seq` lacks for what it is expected to become."""
