@@ -1,4 +1,4 @@
-"""The command line over an engine without a model, put in place of `batchkit.cli.make_engine`."""
+"""`batchkit generate`: records, their order, streams, and what ends it early."""
 
 from __future__ import annotations
 
@@ -14,94 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from batchkit import (
-    Engine,
-    KVGeometry,
-    PagedAllocator,
-    RowResult,
-    RunnerOutOfMemory,
-    SamplerOutput,
-    SimulatedRunner,
-    cli,
-)
-
-GEOMETRY = KVGeometry(num_blocks=64, block_size=4, max_model_len=64, vocab_size=1000)
-
-
-class Letters:
-    """A tokenizer: one token for each character."""
-
-    eos_token_id = None
-
-    def encode(self, text):
-        if "\ud800" in text:
-            raise RuntimeError("half a character")
-        return [ord(letter) % 1000 for letter in text]
-
-    def decode(self, token_ids, *, skip_special_tokens=True):
-        return "".join(chr(0x3B1 + token % 25) for token in token_ids)
-
-
-class Runner(SimulatedRunner):
-    """Calls `before` with the rows of each step; fails the requests whose prompt begins with an exclamation mark."""
-
-    def __init__(self, before=lambda out: None):
-        super().__init__(GEOMETRY)
-        self.before = before
-
-    def execute(self, out):
-        self.before(out)
-        got = super().execute(out)
-        rows = [
-            RowResult(error="the device is on fire") if row.request.prompt_token_ids[0] == ord("!") else result
-            for row, result in zip(out.rows, got.rows, strict=True)
-        ]
-        return SamplerOutput(tuple(rows))
-
-
-@pytest.fixture
-def command(tmp_path, monkeypatch):
-    """``command(lines, *options)`` runs ``batchkit generate`` in an empty folder; gives exit code and records."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(lines, *options, before=lambda out: None, on_step=None, source="in.jsonl", target="out.jsonl"):
-        def make_engine(args):
-            policy = cli.SCHEDULERS[args.scheduler](
-                PagedAllocator(GEOMETRY.num_blocks, GEOMETRY.block_size),
-                max_model_len=GEOMETRY.max_model_len,
-                max_num_seqs=args.max_num_seqs,
-            )
-            return Engine(Runner(before), policy, tokenizer=Letters(), on_step=on_step)
-
-        monkeypatch.setattr(cli, "make_engine", make_engine)
-        if lines is not None:
-            Path("in.jsonl").write_bytes(lines if isinstance(lines, bytes) else jsonl(lines))
-        code = cli.main(["generate", source, "-o", target, "--model", "toy", *options])
-        return code, read(target) if Path(target).is_file() else None
-
-    return run
-
-
-def jsonl(rows):
-    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows).encode()
-
-
-def read(path):
-    data = Path(path).read_bytes()
-    assert not data or data.endswith(b"\n"), "the last line is torn"
-    return [json.loads(line) for line in data.decode().splitlines()]
-
-
-def num_written():
-    path = Path("out.jsonl")
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def prompt(text="abc", **params):
-    return {"prompt": text, "params": {"max_tokens": 4, "temperature": 0, **params}}
-
-
-# ----------------------------------------------------------------------------------------------- records
+from batchkit import RunnerOutOfMemory, cli
+from batchkit.cli import job
+from batchkit.cli.rows import RowReader
+from unit.cli_rig import jsonl, num_written, one_line, prompt, read
 
 
 def test_each_line_gives_one_record_in_its_place(command, capsys):
@@ -120,56 +36,6 @@ def test_each_line_gives_one_record_in_its_place(command, capsys):
     assert "10 (" in shown.err, "generated tokens"
 
 
-BAD_LINES = {
-    "not JSON": ("{'prompt': 1}", "is not JSON"),
-    "half a line": ('{"prompt": "abc', "is not JSON"),
-    "too deep": ("[" * 100_000, "is not JSON"),
-    "a list": ("[1, 2]", "must be an object with a prompt, got a list"),
-    "a number": ("17", "must be an object with a prompt, got 17"),
-    "null": ("null", "must be an object with a prompt, got null"),
-    "empty object": ("{}", "there is no prompt"),
-    "no prompt": ('{"text": "abc"}', "there is no prompt, only 'text'"),
-    "prompt of a wrong type": ('{"prompt": 5}', "prompt must be text or a list of token ids, got 5"),
-    "prompt null": ('{"prompt": null}', "got null"),
-    "prompt of strings": ('{"prompt": ["a"]}', "not all of these are integers"),
-    "prompt of booleans": ('{"prompt": [true]}', "not all of these are integers"),
-    "empty prompt": ('{"prompt": ""}', "the prompt is empty"),
-    "no tokens": ('{"prompt": []}', "the prompt is empty"),
-    "token out of the vocabulary": ('{"prompt": [1000]}', "token id 1000 is not in the vocabulary of 1000"),
-    "text that cannot be encoded": ('{"prompt": "\\ud800"}', "half a character"),
-    "prompt too long": (json.dumps({"prompt": "a" * 65}), "65 tokens"),
-    "output too long": (json.dumps(prompt("a", max_tokens=64)), "room to generate 63"),
-    "id of a wrong type": ('{"id": 1.5, "prompt": "a"}', "id must be text or an integer, got 1.5"),
-    "id true": ('{"id": true, "prompt": "a"}', "id must be text or an integer, got true"),
-    "params of a wrong type": ('{"prompt": "a", "params": [1]}', "params must be an object, got a list"),
-    "unknown parameter": ('{"prompt": "a", "params": {"max_token": 1}}', "'max_token'; is it max_tokens?"),
-    "very unknown parameter": ('{"prompt": "a", "params": {"zzz": 1}}', "'zzz'; there are detokenize, ignore_eos"),
-    "parameter beside params": ('{"prompt": "a", "max_tokens": 1}', "max_tokens must stand in params"),
-    "max_tokens zero": (json.dumps(prompt(max_tokens=0)), "max_tokens must be at least 1, got 0"),
-    "max_tokens of a wrong type": (json.dumps(prompt(max_tokens="9")), "max_tokens must be an integer, got '9'"),
-    "temperature NaN": ('{"prompt": "a", "params": {"temperature": NaN}}', "temperature must be a number, got NaN"),
-    "top_p": (json.dumps(prompt(top_p=1.5)), "top_p must be in (0, 1], got 1.5"),
-    "flag of a wrong type": (json.dumps(prompt(ignore_eos="no")), "ignore_eos must be True or False"),
-    "stop of a wrong type": (json.dumps(prompt(stop=5)), "stop must be a sequence, got 5"),
-    "stop id of a wrong type": (json.dumps(prompt(stop_token_ids=["x"])), "a stop token id must be an integer"),
-    "fails while it runs": (json.dumps(prompt("!")), "the device is on fire"),
-}
-
-
-@pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES.keys())
-def test_a_bad_line_gives_an_error_and_the_others_go_on(command, capsys, line, message):
-    code, records = command([prompt("before"), line, {"id": "after", **prompt("after")}])
-    assert code == 3
-    before, bad, after = records
-    assert before["id"] == 1 and after["id"] == "after" and before["text"] and after["text"]
-    assert bad.keys() == {"id", "error"}
-    assert bad["id"] == 2
-    assert message in bad["error"]
-    assert "\n" not in bad["error"] and len(bad["error"]) < 400
-    shown = capsys.readouterr().err
-    assert "2 ok, 1 failed" in shown and "length 2, error 1" in shown
-
-
 def test_an_error_names_the_row_by_its_own_id_where_it_has_one(command):
     _, records = command([{"id": "mine", "prompt": 5}])
     assert records == [{"id": "mine", "error": "line 1: prompt must be text or a list of token ids, got 5"}]
@@ -181,13 +47,12 @@ def test_bytes_that_are_not_utf8(command):
     assert records[1] == {"id": 2, "error": "line 2 is not UTF-8: byte 12 is 0xff"}
 
 
-def test_an_id_may_stand_once_in_a_file_as_text_or_number_or_line(command):
-    rows = [{"id": "a"}, {"id": "a"}, {"id": 7}, {"id": "7"}, {"id": 6}, {}, {}, {"id": 9}]
+def test_ids_are_copied_and_may_be_those_of_other_rows(command):
+    rows = [{"id": "a"}, {"id": "a"}, {"id": 7}, {"id": "7"}, {"id": 6}, {}, {}]
     code, records = command([{**row, **prompt()} for row in rows])
-    assert code == 3
-    assert [record["id"] for record in records] == ["a", "a", 7, "7", 6, 6, 7, 9]
-    assert [i for i, record in enumerate(records, 1) if "error" in record] == [2, 4, 6, 7]
-    assert records[3]["error"] == "line 4: id '7' is that of line 3 already"
+    assert code == 0
+    assert [record["id"] for record in records] == ["a", "a", 7, "7", 6, 6, 7]
+    assert all(record["text"] for record in records)
 
 
 def test_what_a_line_does_not_say_comes_from_the_options(command):
@@ -240,18 +105,18 @@ def test_records_are_written_as_soon_as_all_before_them_are_there(command):
 
 
 def test_rows_are_read_as_there_is_room(command, monkeypatch):
-    monkeypatch.setattr(cli, "_MOST_HELD", 2)
-    parse, read_so_far, live, held = cli._parse, [0], [], []
+    monkeypatch.setattr(job, "_MOST_HELD", 2)
+    read, read_so_far, live, held = RowReader.read, [0], [], []
 
     def counted(*args):
         read_so_far[0] += 1
-        return parse(*args)
+        return read(*args)
 
     def look(report):
         live.append(report.num_waiting + report.num_running)
         held.append(read_so_far[0] - num_written())
 
-    monkeypatch.setattr(cli, "_parse", counted)
+    monkeypatch.setattr(RowReader, "read", counted)
     # The first is the longest, and everything after it has to wait for it.
     rows = [prompt(max_tokens=60)] + [prompt("a", max_tokens=1)] * 6000
     code, records = command(rows, "--max-num-seqs", "64", on_step=look)
@@ -262,7 +127,7 @@ def test_rows_are_read_as_there_is_room(command, monkeypatch):
 
 
 def test_a_file_of_bad_lines_only_is_longer_than_what_may_wait(command, monkeypatch):
-    monkeypatch.setattr(cli, "_MOST_HELD", 1)
+    monkeypatch.setattr(job, "_MOST_HELD", 1)
     code, records = command(["?"] * 3000)
     assert code == 3
     assert [record["id"] for record in records] == list(range(1, 3001))
@@ -330,13 +195,6 @@ def test_a_full_disk_is_not_done(command, capsys):
 
 
 # ----------------------------------------------------------------------------------------------- not done
-
-
-def one_line(capsys):
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("batchkit: ") and shown.err.count("\n") == 1, shown.err
-    return shown.err
 
 
 @pytest.mark.parametrize(
@@ -443,69 +301,6 @@ def test_ctrl_c_keeps_what_is_finished_in_whole_lines(command, capsys):
     assert shown.endswith("batchkit: interrupted\n")
 
 
-# ----------------------------------------------------------------------------------------------- options
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        [],
-        ["nonsense"],
-        ["generate"],
-        ["generate", "in.jsonl", "-o", "out.jsonl"],
-        ["generate", "in.jsonl", "--model", "toy"],
-        *(
-            ["generate", "in.jsonl", "-o", "out.jsonl", "--model", "toy", *wrong]
-            for wrong in (
-                ["--scheduler", "best"],
-                ["--max-num-seqs", "0"],
-                ["--max-num-seqs", "many"],
-                ["--kv-memory", "1GiB", "--num-kv-blocks", "8"],
-                ["--temperature", "-1"],
-                ["--temperature", "nan"],
-                ["--max-tokens", "0"],
-                ["--unknown"],
-            )
-        ),
-    ],
-)
-def test_wrong_usage(options, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(options)
-    assert stopped.value.code == 2
-    assert "usage: batchkit" in capsys.readouterr().err
-
-
-def test_options_reach_the_engine(monkeypatch, tmp_path):
-    got = {}
-
-    def from_pretrained(name, **options):
-        got.update(options, name=name)
-        raise OSError("that will do")
-
-    monkeypatch.setattr(Engine, "from_pretrained", from_pretrained)
-    source = tmp_path / "in.jsonl"
-    source.write_bytes(jsonl([prompt()]))
-    words = (
-        "--model toy --dtype float32 --device cpu --kv-memory 2GiB --block-size 32 --swap-memory 1GiB "
-        "--max-model-len 512 --max-num-seqs 8 --max-tokens-per-step 64 --scheduler waiting-served"
-    )
-    assert cli.main(["generate", str(source), "-o", str(tmp_path / "out.jsonl"), *words.split()]) == 1
-    assert got == {
-        "name": "toy",
-        "dtype": "float32",
-        "device": "cpu",
-        "kv_memory": "2GiB",
-        "num_kv_blocks": None,
-        "block_size": 32,
-        "swap_memory": "1GiB",
-        "max_model_len": 512,
-        "max_num_seqs": 8,
-        "max_tokens_per_step": 64,
-        "scheduler": cli.WaitingServedScheduler,
-    }
-
-
 def test_quiet_says_nothing(command, capsys):
     code, _ = command([prompt(), "?"], "--quiet")
     assert code == 3
@@ -527,16 +322,6 @@ def test_warnings_are_shown_without_tracebacks_and_the_logger_is_left_as_it_was(
     shown = capsys.readouterr().err
     assert "batchkit: out of memory with 6 tokens in a step, trying 3\n" in shown
     assert logging.getLogger("batchkit").handlers == handlers
-
-
-def test_a_bar_only_on_a_terminal(command, capsys, monkeypatch):
-    pytest.importorskip("tqdm")
-    rows = [prompt()] * 5
-    assert command(rows)[0] == 0
-    assert "req" not in capsys.readouterr().err.replace("requests", "")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert command(rows, "--overwrite")[0] == 0
-    assert "5/5" in capsys.readouterr().err
 
 
 # ----------------------------------------------------------------------------------------------- as a program

@@ -18,6 +18,7 @@ __all__ = ["FIELDS", "Records", "check_output", "error_record", "open_output", "
 FIELDS = ("id", "text", "finish_reason", "usage", "error")
 """The fields of a record; columns that are kept must have other names."""
 
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 # Some programs end a line at these characters, which JSON leaves as they are.
 _LINE_ENDS = {0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 
@@ -43,7 +44,7 @@ class Records:
 
     def put(self, position: int, record: dict[str, Any]) -> None:
         """Take the record of a row; positions count from 0."""
-        text = json.dumps(record, ensure_ascii=False).translate(_LINE_ENDS)
+        text = _encode(record).translate(_LINE_ENDS)
         # Half of a surrogate pair, which JSON can hold and UTF-8 cannot, becomes JSON's own escape for it.
         self._done[position] = text.encode("utf-8", "backslashreplace") + b"\n"
 

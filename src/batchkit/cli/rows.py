@@ -115,9 +115,7 @@ class RowReader:
             raise ValueError("chat_template_kwargs are for messages, and there are none")
         if "prompt" not in row:
             there = ", ".join(map(repr, row)) or "an empty object"
-            raise ValueError(
-                f"there is no prompt and there are no messages, only {there}; is it a case for --template?"
-            )
+            raise ValueError(f"there is no prompt and no messages, only {there}; --template makes a prompt of columns")
         return _plain_prompt(row["prompt"]), self._sampling(row), None
 
     def _sampling(self, row: dict[str, Any]) -> SamplingParams:

@@ -77,11 +77,11 @@ def parse_policy(spec: str) -> Policy:
     for part in re.split(r",(?=\s*[A-Za-z_]\w*\s*=)", rest) if comma else ():
         key, equals, value = (text.strip() for text in part.partition("="))
         if not equals:
-            raise ValueError(f"{part!r} is not key=value; {_takes(policy)}")
+            raise ValueError(f"{part!r} is not key=value; {policy.__name__} takes {_takes(policy)}")
         if key in _OPTIONS:
             raise ValueError(f"{key} is not given here but by {_OPTIONS[key]}")
         if key not in _keys(policy):
-            raise ValueError(f"{policy.__name__} takes no {key!r}; {_takes(policy)}")
+            raise ValueError(f"{policy.__name__} takes no {key!r}; it takes {_takes(policy)}")
         if key in arguments:
             raise ValueError(f"{key} is given twice")
         arguments[key] = _value(value)
@@ -152,7 +152,7 @@ def _keys(policy: type[Scheduler]) -> list[str]:
 
 
 def _takes(policy: type[Scheduler]) -> str:
-    return f"{policy.__name__} takes {', '.join(_keys(policy)) or 'no arguments of its own'}"
+    return ", ".join(_keys(policy)) or "no arguments of its own"
 
 
 def _value(text: str) -> Any:

@@ -10,6 +10,7 @@ What a model really does is found out by running it, since its flags say little 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -384,7 +385,8 @@ def _probe(
 ) -> torch.Tensor | None:
     """Logits of one forward pass; [1, tokens, V] unless ``logits_to_keep`` is heeded. None if the model has none."""
     device = clone.get_input_embeddings().weight.device
-    with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+    plain = contextlib.nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+    with torch.inference_mode(), plain:
         tensors = {name: torch.tensor(value, device=device) for name, value in numbers.items()}
         if "position_ids" in tensors:
             tensors["position_ids"] = tensors["position_ids"][None]
