@@ -486,7 +486,7 @@ def test_who_waits_too_long_is_promoted_and_starts_a_new_quantum():
 
 def test_a_promoted_one_sinks_again():
     rig = Rig(FeedbackScheduler, quantum_tokens=2, prompt_weight=1, seats=1, blocks=100, promote_after_s=3)
-    rig.add("a", 4, max_tokens=8)
+    rig.add("a", 4, max_tokens=3)
     rig.add("b", 40, max_tokens=8)
     levels = []
     for _ in range(4):
