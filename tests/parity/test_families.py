@@ -11,8 +11,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny matrices: threads only get
 
 import functools
 import random
+import re
 import threading
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -444,3 +446,11 @@ def test_refused_that_cannot_be_copied_or_run() -> None:
         TransformersRunner(torch.nn.Linear(2, 2), num_kv_blocks=4)
     assert model.config._attn_implementation == "eager"
     assert truth(model, [3, 4]).isfinite().all()
+
+
+def test_the_document_lists_them_all() -> None:
+    """docs/supported-models.md is written by tools/supported_models.py."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "supported-models.md").read_text(encoding="utf-8")
+    tested, refused = (re.findall(r"^\| (\w[\w.-]*) \|", part, re.M) for part in text.split("\n## ")[1:])
+    assert [name for name in tested if name != "model"] == list(FAMILIES)
+    assert [name for name in refused if name != "model"] == [model_type for model_type, _, _ in REFUSED.values()]
