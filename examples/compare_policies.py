@@ -1,11 +1,16 @@
-"""All policies on one workload, in virtual time: no model, no GPU, a few seconds.
+"""All policies, in virtual time: no model, no GPU, a few seconds.
 
     python examples/compare_policies.py [--requests 32] [--prompt 512] [--cap 512] [--seed 0]
 
 The times are those of a cost model (`RooflineCost`) with the numbers of OPT-13B in fp16 on an A100 with 40 GB, which
-leaves memory for about 15,700 tokens of KV. All requests are there from the start. Output lengths are exponential with
-mean 128, drawn again while they exceed the cap. Each policy is shown twice: told every true length, and told only the
-cap, which is what a service knows.
+leaves memory for about 15,700 tokens of KV.
+
+Throughput: all requests are there from the start. Output lengths are exponential with mean 128, drawn again while they
+exceed the cap. Each policy that is about memory is shown twice: told every true length, and told only the cap, which is
+what a service knows.
+
+Order: requests of two tenants arrive one by one, more than memory holds at a time. Each policy that is about who goes
+first is shown by what it does to latencies.
 """
 
 from __future__ import annotations
@@ -13,18 +18,28 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable
+from dataclasses import replace
+from statistics import mean
 
 from batchkit import (
     ChunkedPrefillScheduler,
     DynamicScheduler,
     Engine,
+    FairScheduler,
+    FeedbackScheduler,
     KVGeometry,
+    LeastSlackScheduler,
+    OptimisticScheduler,
     OrcaScheduler,
     PagedAllocator,
     PagedScheduler,
+    RequestOutput,
     RooflineCost,
     Scheduler,
+    ShortestFirstScheduler,
+    ShortestRemainingScheduler,
     SimulatedRunner,
+    SkipAheadScheduler,
     StaticScheduler,
     StepReport,
     TrueLengths,
@@ -51,7 +66,19 @@ def policies(longest: int) -> dict[str, Callable[[PagedAllocator], Scheduler]]:
         "waiting-served": lambda pool: WaitingServedScheduler(pool, **OPTIONS),
         "paged": lambda pool: PagedScheduler(pool, **OPTIONS),
         "chunked": lambda pool: ChunkedPrefillScheduler(pool, **OPTIONS),
+        "optimistic": lambda pool: OptimisticScheduler(pool, **OPTIONS),
     }
+
+
+BY_ORDER: dict[str, type[Scheduler]] = {
+    "chunked (first come first served)": ChunkedPrefillScheduler,
+    "skip-ahead": SkipAheadScheduler,
+    "shortest-first": ShortestFirstScheduler,
+    "shortest-remaining": ShortestRemainingScheduler,
+    "feedback": FeedbackScheduler,
+    "least-slack": LeastSlackScheduler,
+    "fair": FairScheduler,
+}
 
 
 def output_lengths(count: int, cap: int, seed: int) -> list[int]:
@@ -74,15 +101,17 @@ class Load:
         self.kv_tokens += report.kv_tokens
 
 
-def run(make: Callable[[PagedAllocator], Scheduler], records: list[WorkloadRecord]) -> tuple[Engine, Load]:
-    """The engine after the workload, and the load of its steps."""
+def run(
+    make: Callable[[PagedAllocator], Scheduler], records: list[WorkloadRecord], num_blocks: int = GEOMETRY.num_blocks
+) -> tuple[Engine, Load, list[RequestOutput]]:
+    """The engine after the workload, the load of its steps, and the outputs."""
     load = Load()
     clock = VirtualClock()
-    runner = TrueLengths(SimulatedRunner(GEOMETRY, clock=clock, cost=COST, check_kv=False))
-    pool = PagedAllocator(GEOMETRY.num_blocks, GEOMETRY.block_size)
-    engine = Engine(runner, make(pool), clock=clock, on_step=load)
-    simulate(engine, records)
-    return engine, load
+    geometry = replace(GEOMETRY, num_blocks=num_blocks)
+    runner = TrueLengths(SimulatedRunner(geometry, clock=clock, cost=COST, check_kv=False))
+    engine = Engine(runner, make(PagedAllocator(num_blocks, geometry.block_size)), clock=clock, on_step=load)
+    outputs = simulate(engine, records)
+    return engine, load, outputs
 
 
 def table(records: list[WorkloadRecord], longest: int) -> None:
@@ -92,7 +121,7 @@ def table(records: list[WorkloadRecord], longest: int) -> None:
     print(
         f"  {'':37}{'tokens/s':>10}{'tokens/s':>12}{'static':>8}{'(mean)':>9}{'full':>6}{'preempted':>10}{'steps':>7}"
     )
-    for name, (engine, load) in runs.items():
+    for name, (engine, load, _) in runs.items():
         stats, seconds = engine.stats(), engine.clock()
         tokens = stats.generated_tokens
         running = load.num_running / stats.num_steps
@@ -100,6 +129,51 @@ def table(records: list[WorkloadRecord], longest: int) -> None:
         print(
             f"  {name:37}{tokens / seconds:>10.0f}{(tokens + stats.prompt_tokens) / seconds:>12.0f}"
             f"{static / seconds:>7.2f}x{running:>9.1f}{full:>6.0%}{stats.num_preemptions:>10}{stats.num_steps:>7}"
+        )
+
+
+NUM_BLOCKS = 250  # of the second workload: 4,000 slots
+
+
+def arrivals(count: int, seed: int) -> list[WorkloadRecord]:
+    """Two tenants, five requests a second: of three, two are a report and one is a chat."""
+    rng = random.Random(seed)
+    records, now = [], 0.0
+    for number in range(count):
+        now += rng.expovariate(5)
+        chat = number % 3 == 0
+        length = 1 + min(399, round(rng.expovariate(1 / (40 if chat else 160))))
+        records.append(
+            WorkloadRecord(
+                prompt=list(range(3, 3 + (rng.randint(16, 64) if chat else rng.randint(64, 768)))),
+                max_tokens=400,
+                output_tokens=length,
+                predicted=max(1, round(length * rng.uniform(0.67, 1.33))),
+                arrival=now,
+                deadline=now + 2 + 0.04 * length if chat else None,
+                metadata={"tenant": "chat" if chat else "report"},
+            )
+        )
+    return records
+
+
+def order_table(records: list[WorkloadRecord]) -> None:
+    print(f"  {'':37}{'latency':>8}{'':>8}{'of':>8}{'of':>9}{'chats':>7}{'':>11}{'tokens':>11}")
+    print(f"  {'':37}{'mean':>8}{'p99':>8}{'chats':>8}{'reports':>9}{'late':>7}{'preempted':>11}{'again':>11}")
+    for name, policy in BY_ORDER.items():
+        engine, _, outputs = run(lambda pool, policy=policy: policy(pool, **OPTIONS), records, NUM_BLOCKS)
+        finished = [output.timings.finished or 0.0 for output in outputs]
+        latency = [end - record.arrival for end, record in zip(finished, records, strict=True)]
+        is_chat = [record.deadline is not None for record in records]
+        chats = mean(s for s, chat in zip(latency, is_chat, strict=True) if chat)
+        reports = mean(s for s, chat in zip(latency, is_chat, strict=True) if not chat)
+        late = sum(
+            record.deadline is not None and end > record.deadline for end, record in zip(finished, records, strict=True)
+        )
+        stats = engine.stats()
+        print(
+            f"  {name:37}{mean(latency):>7.1f}s{sorted(latency)[int(0.99 * len(latency))]:>7.1f}s{chats:>7.1f}s"
+            f"{reports:>8.1f}s{late / sum(is_chat):>7.0%}{stats.num_preemptions:>11}{stats.recomputed_tokens:>11,}"
         )
 
 
@@ -128,6 +202,12 @@ def main() -> None:
             WorkloadRecord(prompt=prompt, max_tokens=declared or length, output_tokens=length) for length in lengths
         ]
         table(records, max(lengths))
+    records = arrivals(2 * args.requests, args.seed)
+    print(
+        f"\nBy order: {len(records)} requests of two tenants, {records[-1].arrival:.0f} s of arrivals, "
+        f"hints right within a third, {NUM_BLOCKS * GEOMETRY.block_size:,} KV slots:"
+    )
+    order_table(records)
     print(
         "\nstatic: padded to the batch's longest, finished rows computed to its end; dropped: not computed any more. "
         "Prompts are not padded."

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from batchkit import cli
+import batchkit
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -35,6 +35,7 @@ def test_every_example_is_run_here():
         "compare_policies.py",
         "custom_scheduler.py",
         "embed_in_service.py",
+        "fair_tenants.py",
         "offline_batch.py",
         "stream.py",
     }
@@ -47,29 +48,58 @@ def test_compare_policies(run):
     # Under 5 s on a quiet machine; processor time stretches too when others share its cores.
     assert time.process_time() - began < 10
     assert shown.startswith("SIMULATED: no model ran.") and "RooflineCost" in shown
-    told_the_truth, told_the_cap = shown.split("\n\n")[1:3]
+    told_the_truth, told_the_cap, by_order = shown.split("\n\n")[1:4]
     assert "true lengths" in told_the_truth and "512 is declared" in told_the_cap
     for table in (told_the_truth, told_the_cap):
-        rows = {line[2:39].strip(): line[39:].split() for line in table.splitlines()[3:]}
-        assert {name.split(",")[0] for name in rows} == set(cli.SCHEDULERS)
+        rows = rows_of(table)
         ratio = {name: float(values[2].rstrip("x")) for name, values in rows.items()}
         assert ratio["static"] == 1
         assert ratio["static, padded to the longest of all"] < 1 < ratio["static, finished dropped"]
         assert max(ratio.values()) == max(ratio["paged"], ratio["chunked"])
+        assert ratio["orca, reserves max_tokens"] < ratio["optimistic"] < ratio["chunked"]
+    assert "two tenants" in by_order
+    order = rows_of(by_order)
+    mean, chats = ({name: float(values[i].rstrip("s")) for name, values in order.items()} for i in (0, 2))
+    late = {name: float(values[4].rstrip("%")) for name, values in order.items()}
+    fcfs = "chunked (first come first served)"
+    assert mean["shortest-remaining"] < mean["shortest-first"] < mean[fcfs]
+    assert all(chats[name] < chats[fcfs] for name in order if name != fcfs)
+    assert late["least-slack"] == 0 < late[fcfs]
+
+
+def rows_of(table):
+    return {line[2:39].strip(): line[39:].split() for line in table.splitlines()[3:]}
+
+
+def test_every_policy_is_compared():
+    source = (EXAMPLES / "compare_policies.py").read_text(encoding="utf-8")
+    ours = {name for name in batchkit.__all__ if name.endswith("Scheduler") and name != "Scheduler"}
+    assert {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)} >= ours
 
 
 def test_custom_scheduler(run):
     shown = run("custom_scheduler.py")
-    assert "ShortestFirst keeps the rules" in shown and "SIMULATED" in shown
-    mean = {line.split()[0]: float(line.split()[1]) for line in shown.splitlines()[-3:]}
-    assert mean["ShortestFirst"] < mean["ChunkedPrefillScheduler"]
+    assert "InteractiveFirst keeps the rules and starves nobody" in shown and "SIMULATED" in shown
+    interactive, others = (
+        {line.split()[0]: float(line.split()[i]) for line in shown.splitlines()[-3:]} for i in (1, 3)
+    )
+    assert interactive["InteractiveFirst"] < 0.5 * interactive["ChunkedPrefillScheduler"]
+    assert others["InteractiveFirst"] < 1.2 * others["ChunkedPrefillScheduler"]
+
+
+def test_fair_tenants(run):
+    shown = run("fair_tenants.py")
+    assert shown.startswith("SIMULATED: no model ran")
+    calm_fcfs, flood_fcfs, calm_fair, flood_fair = (float(line.split()[5]) for line in shown.splitlines()[-4:])
+    assert calm_fair < 0.2 * calm_fcfs
+    assert flood_fair < 1.1 * flood_fcfs  # nothing is lost by it
 
 
 def test_a_useful_policy_is_thirty_lines_and_an_ablation_three():
     source = (EXAMPLES / "custom_scheduler.py").read_text(encoding="utf-8")
     classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     lines = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in classes.items()}
-    assert lines["ShortestFirst"] <= 30
+    assert lines["InteractiveFirst"] <= 30
     assert lines["CheapestVictim"] == 3
 
 
