@@ -21,8 +21,15 @@ from ..scheduler import Scheduler
 from ..schedulers import (
     ChunkedPrefillScheduler,
     DynamicScheduler,
+    FairScheduler,
+    FeedbackScheduler,
+    LeastSlackScheduler,
+    OptimisticScheduler,
     OrcaScheduler,
     PagedScheduler,
+    ShortestFirstScheduler,
+    ShortestRemainingScheduler,
+    SkipAheadScheduler,
     StaticScheduler,
     WaitingServedScheduler,
 )
@@ -37,6 +44,13 @@ SCHEDULERS: dict[str, type[Scheduler]] = {
     "waiting-served": WaitingServedScheduler,
     "paged": PagedScheduler,
     "chunked": ChunkedPrefillScheduler,
+    "shortest-first": ShortestFirstScheduler,
+    "shortest-remaining": ShortestRemainingScheduler,
+    "fair": FairScheduler,
+    "feedback": FeedbackScheduler,
+    "least-slack": LeastSlackScheduler,
+    "skip-ahead": SkipAheadScheduler,
+    "optimistic": OptimisticScheduler,
 }
 
 # Arguments of every scheduler that have options of their own.

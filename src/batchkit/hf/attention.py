@@ -331,9 +331,7 @@ def bind(model: PreTrainedModel) -> BoundModel:
     plain, swapped = _Recorder(), _Recorder()
     try:
         text = config.get_text_config(decoder=True)
-        types = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
-        if types:
-            reasons.append(f"layer types {', '.join(sorted(types))} are not full or sliding attention")
+        reasons += _unknown_layers(text)
         clone.set_attn_implementation(ATTENTION_NAME)
         first, second = _two_tokens(text)
         logits = _probe(clone, [first, second], plain)
@@ -374,8 +372,11 @@ def probe_layers(model: PreTrainedModel) -> list[LayerSpec]:
     model.set_attn_implementation(ATTENTION_NAME)
     text = model.config.get_text_config(decoder=True)
     recorder = _Recorder()
-    _probe(model, list(_two_tokens(text)), recorder)
-    if reasons := _unsupported(recorder.calls, text):
+    reasons = _unknown_layers(text)
+    if not reasons:
+        _probe(model, list(_two_tokens(text)), recorder)
+        reasons = _unsupported(recorder.calls, text)
+    if reasons:
         raise UnsupportedModel(type(model).__name__, reasons)
     return [_spec(index, call, text) for index, call in enumerate(recorder.calls)]
 
@@ -404,6 +405,11 @@ def _two_tokens(text: Any) -> tuple[int, int]:
         special.update(value if isinstance(value, (list, tuple)) else [value])
     ids = [token for token in range(min(text.vocab_size, 2 + len(special))) if token not in special]
     return (ids[0], ids[1]) if len(ids) > 1 else (0, text.vocab_size - 1)
+
+
+def _unknown_layers(text: Any) -> list[str]:
+    types = set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES
+    return [f"layer types {', '.join(sorted(types))} are not full or sliding attention"] if types else []
 
 
 def _unsupported(calls: Sequence[_Call], text: Any) -> list[str]:

@@ -33,6 +33,7 @@ _LENGTHS = (5, 33, 90)
 _PIECES = (1, 1, 2, 5, 16, 19, 64)
 _DECODED = 3
 """So many tokens at the end of each sequence come one by one."""
+_SPARE_BLOCKS = 3
 _WINDOW_UP_TO = 512
 """A sliding window no longer than this gets a sequence that is longer."""
 _ALLOWED = {torch.float64: 1e-3, torch.float32: 1e-3}
@@ -89,8 +90,16 @@ class Diagnosis:
 class _Listener(TransformersRunner):
     """Keeps the logits by sequence and position, and samples nothing."""
 
-    def __init__(self, model: PreTrainedModel, *, num_kv_blocks: int, attention: AttentionBackend | str | None) -> None:
-        super().__init__(model, num_kv_blocks=num_kv_blocks, block_size=BLOCK_SIZE, attention=attention)
+    def __init__(
+        self, model: PreTrainedModel, lengths: Sequence[int], attention: AttentionBackend | str | None
+    ) -> None:
+        super().__init__(
+            model,
+            num_kv_blocks=sum(map(_num_blocks, lengths)) + _SPARE_BLOCKS,
+            block_size=BLOCK_SIZE,
+            max_model_len=max(lengths),
+            attention=attention,
+        )
         self.heard: dict[tuple[int, int], torch.Tensor] = {}
 
     @property
@@ -123,12 +132,15 @@ def examine(model: PreTrainedModel, *, seed: int = 0, attention: AttentionBacken
     Raises:
         UnsupportedModel: it cannot be bound, with every reason.
     """
-    limit = model_len(model.config)
     window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
     wanted = (*_LENGTHS, window + BLOCK_SIZE + 1) if window and window <= _WINDOW_UP_TO else _LENGTHS
+    try:
+        limit = model_len(model.config)
+    except ValueError:  # the configuration states none, so that it allows any
+        limit = max(wanted)
     lengths = sorted({min(length, limit) for length in wanted})
     rng = random.Random(seed)
-    runner = _Listener(model, num_kv_blocks=sum(_num_blocks(n) for n in lengths) + 3, attention=attention)
+    runner = _Listener(model, lengths, attention)
     try:
         vocab_size = runner.geometry.vocab_size
         sequences = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
