@@ -252,6 +252,7 @@ def test_a_request_that_outlives_its_hint_counts_as_nearly_done():
     for _ in range(10):
         rig.step()
     rig.add("b", max_tokens=1)
+    assert rig.scheduler.rank(rig.seq("a"))[0] == rig.scheduler.rank(rig.seq("b"))[0] == 1
     rig.step()
     assert rig.seq("a").status is Status.RUNNING
     rig.finish()

@@ -126,10 +126,9 @@ class FairScheduler(ChunkedPrefillScheduler):
             heappush(self._tenants, (self.counters[tenant], tenant))
         self._passed.clear()
         for seq in self._book.find_new(self.waiting):
-            floor = self._floor()
             tenant = self.tenant(seq)
             if tenant not in self._queues:
-                self.counters[tenant] = max(self.counters.get(tenant, 0.0), floor)
+                self.counters[tenant] = max(self.counters.get(tenant, 0.0), self._floor())
                 self._queues[tenant] = []
                 heappush(self._tenants, (self.counters[tenant], tenant))
             heappush(self._queues[tenant], (seq.id, seq))
