@@ -15,7 +15,7 @@ FAST_TESTS := tests/unit tests/contract tests/test_layers.py tests/test_exports.
 OLDEST_TESTS := tests/unit_hf tests/parity
 
 .DELETE_ON_ERROR:
-.PHONY: help demo env model test test-fast test-oldest check format bench clean clean-all
+.PHONY: help demo env model test test-fast test-oldest check format bench models-doc clean clean-all
 
 help:
 	@echo "make demo         set everything up, answer examples/prompts.jsonl with SmolLM2-135M, print the figures"
@@ -24,7 +24,8 @@ help:
 	@echo "make test-oldest  the suite's core on the oldest transformers that is admitted ($(OLDEST))"
 	@echo "make check        ruff and mypy"
 	@echo "make format       ruff, mending what it can"
-	@echo "make bench        the throughput, start-up and scheduling benchmarks"
+	@echo "make bench        the benchmarks: scheduling, long jobs, the trace, start-up, throughput"
+	@echo "make models-doc   write docs/supported-models.md anew"
 	@echo "make clean        remove what tests and tools left; clean-all: the environments and the model too"
 	@echo "Variables: PYTHON=$(PYTHON) MODEL=$(MODEL) PYTEST_ARGS="
 
@@ -92,8 +93,13 @@ format: env
 
 bench: env model
 	$(BIN)/python benchmarks/scheduling.py
+	$(BIN)/python benchmarks/stream.py
+	$(BIN)/python benchmarks/tracing.py --model $(MODEL)
 	$(BIN)/python benchmarks/startup.py --model $(MODEL)
 	$(BIN)/python benchmarks/throughput.py --model $(MODEL)
+
+models-doc: env
+	$(BIN)/python tools/supported_models.py
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .cache/demo
