@@ -146,6 +146,27 @@ def test_requests_that_have_gone_leave_nothing_behind(policy):
 
 
 @everywhere
+def test_what_is_aborted_behind_one_that_waits_leaves_nothing_behind(policy):
+    rig = Rig(policy, seats=1, blocks=200, model_len=600)
+    rig.add("runs", 4, max_tokens=500, length_hint=1)
+    rig.step()
+    rig.add("waits", 4, max_tokens=2, metadata={"tenant": "t"})
+    rig.step()
+    gc.collect()
+    before = sum(type(o) is Sequence for o in gc.get_objects())
+    for turn in range(40):
+        names = [f"{turn}/{number}" for number in range(10)]
+        for name in names:
+            rig.engine.add_request([1] * 20, SamplingParams(max_tokens=50), request_id=name, metadata={"tenant": "t"})
+        rig.engine.step()
+        for name in names:
+            rig.engine.abort(name)
+    rig.engine.step()
+    gc.collect()
+    assert sum(type(o) is Sequence for o in gc.get_objects()) - before < 150
+
+
+@everywhere
 def test_a_long_queue_is_not_read_in_every_step(policy):
     read = []
 
