@@ -63,7 +63,7 @@ def test_a_long_file_is_held_a_window_at_a_time():
         policy,
         on_step=lambda report: live.append(report.num_waiting + report.num_running),
     )
-    reader = RowReader(text=False, template=None, keep={}, defaults={"ignore_eos": True, "detokenize": False})
+    reader = RowReader(keep={}, defaults={"ignore_eos": True, "detokenize": False})
     job = Job(engine, Lines(source), reader, Records(sink), window=WINDOW, progress=Progress(shown=False))
     sizes = []
 

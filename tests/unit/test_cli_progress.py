@@ -46,6 +46,14 @@ def test_a_line_without_a_total_or_a_row(capsys):
     assert second == "batchkit: 0 of about 7 rows done (0.0%), 0 failed, 0 tokens per second"
 
 
+def test_a_dry_run_says_how_far_it_is(command, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    assert command(["?", prompt(), prompt()], "--dry-run")[0] == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("batchkit: 0 of about ")
+    assert lines[2].startswith("batchkit: 2 of about 3 rows done (66.7%), 1 failed, about ")
+
+
 def test_nothing_is_due_in_quiet(capsys):
     clock = Clock()
     shown = Progress(shown=False, clock=clock)

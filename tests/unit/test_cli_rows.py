@@ -96,6 +96,22 @@ def test_messages_go_through_the_chat_template(command):
     assert prompts == [[1, *ids(f"{opening}<system>s<user>u")] for opening in ("", "!?", "")]
 
 
+def test_prompts_and_templates_as_messages_of_a_user(command):
+    prompts = []
+    rows = [
+        {"prompt": "a", "chat_template_kwargs": {"opening": "?"}},
+        {"messages": [{"role": "x", "content": "b"}]},
+        prompt([1, 2]),
+    ]
+    code, records = command(rows, "--chat", "--max-tokens", "2", prompts=prompts)
+    assert code == 3
+    assert prompts == [ids("?<user>a"), ids("<x>b")]
+    assert records[2]["error"] == "line 3: with --chat a prompt must be text, and this is a list of token ids"
+    options = ("--chat", "--max-tokens", "2", "--template", "On {it}:", "--overwrite")
+    assert command([{"it": "c", "messages": 5}], *options, prompts=prompts)[0] == 0
+    assert prompts[-1] == ids("<user>On c:")
+
+
 def test_a_template_makes_the_prompt_of_other_columns(command):
     prompts = []
     rows = [

@@ -17,6 +17,7 @@ from ..errors import RequestTooLong
 from ..simulate import SimulatedRunner
 from .fit import prompt_ids, submit
 from .lines import Lines
+from .progress import Progress
 from .rows import BadRow, RowReader
 
 __all__ = ["dry_run", "preview_engine"]
@@ -56,8 +57,12 @@ def dry_run(engine: Engine, lines: Lines, reader: RowReader, args: argparse.Name
     lengths: Counter[int] = Counter()
     num_long = num_cut = num_bad = 0
     faults: list[str] = []
+    progress = Progress(shown=not args.quiet)
     while (line := lines.get(wait=True)) is not None:
         number, data = line
+        if progress.is_due():
+            num_failed = num_bad + num_long
+            progress.show(num_done=lines.num_rows - 1, num_failed=num_failed, total=lines.estimate())
         try:
             row = reader.read(number, data)
             token_ids = prompt_ids(engine, row)
@@ -81,6 +86,7 @@ def dry_run(engine: Engine, lines: Lines, reader: RowReader, args: argparse.Name
         if len(faults) < _SHOWN:
             faults.append(fault)
 
+    progress.close(num_done=lines.num_rows, total=lines.num_rows)
     stats = engine.stats()
     for name, text in (
         ("rows", f"{lines.num_rows:,}"),

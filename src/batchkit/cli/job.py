@@ -37,7 +37,9 @@ _MOST_HELD = 16
 
 def generate(args: argparse.Namespace, make_engine: Callable[[argparse.Namespace], Engine]) -> int:
     """Run the command. Returns the exit code."""
-    reader = RowReader(text=args.is_text, template=args.template, keep=args.keep, defaults=args.defaults)
+    reader = RowReader(
+        text=args.is_text, template=args.template, chat=args.chat, keep=args.keep, defaults=args.defaults
+    )
     with ExitStack() as stack:
         lines = open_input(args.input, stack, limit=args.limit)
         if args.output is not None:

@@ -93,6 +93,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
         type=_said(Template),
         help="makes the prompt of columns, like 'Summarise: {body}'; {{ and }} are braces",
     )
+    rows.add_argument("--chat", action="store_true", help="a prompt is a user's message, for the model's chat template")
     rows.add_argument(
         "--keep",
         metavar="COL[=AS],...",

@@ -37,30 +37,34 @@ class Progress:
         """Whether it is time to `show` again: what is shown costs something to find out."""
         return self._shown and self._clock() - self._last >= self._every_s
 
-    def show(self, *, num_done: int, num_failed: int, total: int | None, num_tokens: int) -> None:
+    def show(self, *, num_done: int, num_failed: int, total: int | None, num_tokens: int | None = None) -> None:
         """Say how it stands.
 
         Args:
             num_done: rows, those that failed among them.
             num_failed: of those.
             total: rows in all, about; None: nobody knows.
-            num_tokens: generated so far.
+            num_tokens: generated so far, where any are.
         """
         now = self._clock()
-        per_second = f"{(num_tokens - self._tokens_then) / max(now - self._last, 1e-9):,.0f} tokens per second"
+        news = [f"{num_failed:,} failed"]
+        if num_tokens is not None:
+            speed = (num_tokens - self._tokens_then) / max(now - self._last, 1e-9)
+            news.append(f"{speed:,.0f} tokens per second")
+            self._tokens_then = num_tokens
         if self._bar is not None:
             self._bar.total = total
-            self._bar.set_postfix_str(f"{num_failed:,} failed, {per_second}", refresh=False)
+            self._bar.set_postfix_str(", ".join(news), refresh=False)
             self._bar.update(num_done - self._bar.n)
         else:
             parts = [f"{num_done:,} rows done"]
             if total:
                 parts = [f"{num_done:,} of about {total:,} rows done ({num_done / total:.1%})"]
-            parts += [f"{num_failed:,} failed", per_second]
+            parts += news
             if total and num_done:
                 parts.append(f"about {duration((now - self._began) / num_done * (total - num_done))} left")
             print("batchkit: " + ", ".join(parts), file=sys.stderr, flush=True)
-        self._last, self._tokens_then = now, num_tokens
+        self._last = now
 
     def close(self, *, num_done: int, total: int | None) -> None:
         """Leave the bar as it stands in the end. A plain line is not said: the figures follow."""

@@ -61,15 +61,23 @@ class RowReader:
     Args:
         text: a line is a prompt (the column ``prompt``), not JSON.
         template: makes the prompt of other columns.
+        chat: a prompt of text is a user's message.
         keep: the columns to copy, by the names that they get.
         defaults: sampling parameters for what a row does not say.
     """
 
     def __init__(
-        self, *, text: bool, template: Template | None, keep: Mapping[str, str], defaults: Mapping[str, Any]
+        self,
+        *,
+        text: bool = False,
+        template: Template | None = None,
+        chat: bool = False,
+        keep: Mapping[str, str],
+        defaults: Mapping[str, Any],
     ) -> None:
         self._text = text
         self._template = template
+        self._chat = chat
         self._keep = keep
         self._defaults = defaults
         self._params = SamplingParams(**defaults)
@@ -103,7 +111,7 @@ class RowReader:
         self, row: dict[str, Any]
     ) -> tuple[str | list[int] | list[dict[str, Any]], SamplingParams, dict[str, Any] | None]:
         if self._template is not None:
-            return self._template.fill(row), self._sampling(row), None
+            return self._plain(self._template.fill(row), row)
         misplaced = [name for name in row if name in _PARAMS and name not in self._keep.values()]
         if misplaced:
             raise ValueError(f"{', '.join(misplaced)} must stand in params")
@@ -111,12 +119,21 @@ class RowReader:
             if "prompt" in row:
                 raise ValueError("there are both a prompt and messages")
             return _messages(row["messages"]), self._sampling(row), _template_kwargs(row)
-        if "chat_template_kwargs" in row:
+        if "chat_template_kwargs" in row and not self._chat:
             raise ValueError("chat_template_kwargs are for messages, and there are none")
         if "prompt" not in row:
             there = ", ".join(map(repr, row)) or "an empty object"
             raise ValueError(f"there is no prompt and no messages, only {there}; --template makes a prompt of columns")
-        return _plain_prompt(row["prompt"]), self._sampling(row), None
+        return self._plain(_plain_prompt(row["prompt"]), row)
+
+    def _plain(
+        self, prompt: str | list[int], row: dict[str, Any]
+    ) -> tuple[str | list[int] | list[dict[str, Any]], SamplingParams, dict[str, Any] | None]:
+        if not self._chat:
+            return prompt, self._sampling(row), None
+        if not isinstance(prompt, str):
+            raise TypeError("with --chat a prompt must be text, and this is a list of token ids")
+        return [{"role": "user", "content": prompt}], self._sampling(row), _template_kwargs(row)
 
     def _sampling(self, row: dict[str, Any]) -> SamplingParams:
         given = row.get("params")
