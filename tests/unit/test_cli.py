@@ -284,7 +284,8 @@ def test_an_engine_that_fails_loses_nothing_that_is_finished(command, capsys):
     assert "Traceback" not in shown
 
 
-def test_ctrl_c_keeps_what_is_finished_in_whole_lines(command, capsys):
+@pytest.mark.parametrize("target", ["out.jsonl", "out.jsonl.gz"])
+def test_ctrl_c_keeps_what_is_finished_in_whole_lines(command, capsys, target):
     steps = []
 
     def before(out):
@@ -293,7 +294,7 @@ def test_ctrl_c_keeps_what_is_finished_in_whole_lines(command, capsys):
             raise KeyboardInterrupt
 
     rows = [prompt(max_tokens=n) for n in (2, 50, 3, 50)]
-    code, records = command(rows, before=before)
+    code, records = command(rows, before=before, target=target)
     assert code == 130
     assert [record["id"] for record in records] == [1, 3]
     shown = capsys.readouterr().err

