@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import ClassVar
 
 from typing_extensions import override
@@ -35,7 +36,7 @@ class RankedScheduler(Scheduler):
     def rank(self, seq: Sequence) -> Rank:
         """Who goes first, and keeps its blocks. Of a sequence that waits it may not change."""
 
-    def yielding(self, seq: Sequence) -> Iterable[Sequence]:
+    def _yielding(self, seq: Sequence) -> Iterable[Sequence]:
         """Whom a waiting `seq` may preempt to be admitted. Default: `victims`."""
         return self.victims(seq)
 
@@ -51,18 +52,18 @@ class RankedScheduler(Scheduler):
 
     @override
     def schedule(self, step: Step) -> None:
-        waiting = iter(self.order(step.now))
-        head = next(waiting, None)
-        running = sorted(self.running, key=self.rank)
-        for place, seq in enumerate(running):
+        heads = ((self.rank(seq), seq) for seq in self.order(step.now))
+        head = next(heads, None)
+        running = sorted(((self.rank(seq), seq) for seq in self.running), key=itemgetter(0))
+        for place, (rank, seq) in enumerate(running):
             behind = len(running) - place
-            while head is not None and self.rank(head) < self.rank(seq):
-                head = next(waiting, None) if self._admit_one(step, head, behind) else None
+            while head is not None and head[0] < rank:
+                head = next(heads, None) if self._admit_one(step, head[1], behind) else None
             step.run(seq, max_tokens=max(1, step.tokens_left - behind + 1), victims=self.victims(seq))
         while head is not None:
-            head = next(waiting, None) if self._admit_one(step, head, 0) else None
+            head = next(heads, None) if self._admit_one(step, head[1], 0) else None
         self._queue.settle()
 
     def _admit_one(self, step: Step, seq: Sequence, behind: int) -> bool:
         """Admit `seq` and leave a token to each of those `behind` it that run."""
-        return step.run(seq, max_tokens=step.tokens_left - behind, reserve=seq.num_tokens, victims=self.yielding(seq))
+        return step.run(seq, max_tokens=step.tokens_left - behind, reserve=seq.num_tokens, victims=self._yielding(seq))

@@ -59,13 +59,14 @@ class FeedbackScheduler(RankedScheduler):
         self.num_levels = num_levels
         self.prompt_weight = prompt_weight
         self.promote_after_s = promote_after_s
+        self._quanta = [quantum_tokens << level for level in range(num_levels - 1)]
         self._queue = RankedQueue(self.rank)
         self._promoted: PerSequence[int] = PerSequence()  # the output of those promoted, at that time
         self._since: deque[tuple[float, Sequence, int]] = deque()  # who began to wait when, after which preemption
 
     def level(self, seq: Sequence) -> int:
         """The level of `seq`: by its prompt, by what it has generated, and by its last promotion."""
-        quanta = [self.quantum_tokens << level for level in range(self.num_levels - 1)]
+        quanta = self._quanta
         promoted_at = self._promoted.get(seq, -1)
         level = 0
         if promoted_at < 0:
@@ -85,7 +86,7 @@ class FeedbackScheduler(RankedScheduler):
         return self.level(seq), seq.id
 
     @override
-    def yielding(self, seq: Sequence) -> Iterable[Sequence]:
+    def _yielding(self, seq: Sequence) -> Iterable[Sequence]:
         level = self.level(seq)
         return (other for other in self.victims(seq) if self.level(other) > level)
 

@@ -76,7 +76,7 @@ class LeastSlackScheduler(RankedScheduler):
         return self.due(seq) - self.step_s * (tokens + seq.num_uncomputed / self.max_tokens_per_step), seq.id
 
     @override
-    def yielding(self, seq: Sequence) -> Iterable[Sequence]:
+    def _yielding(self, seq: Sequence) -> Iterable[Sequence]:
         return self.victims(seq) if self._start_by(seq)[0] - self._now < self.preempt_below_s else ()
 
     @override

@@ -60,7 +60,7 @@ class ShortestRemainingScheduler(RankedScheduler):
         return remaining + self.ageing_tokens_per_s * seq.request.arrival, seq.id
 
     @override
-    def yielding(self, seq: Sequence) -> Iterable[Sequence]:
+    def _yielding(self, seq: Sequence) -> Iterable[Sequence]:
         for other in self.victims(seq):
             if len(other.output) < self.preemptible_part * expected_output(other):
                 yield other
