@@ -33,7 +33,6 @@ ROWS: dict[str, int] = {
     "batchkit.text": 2,
     "batchkit.schedulers": 3,
     "batchkit.simulate": 3,
-    "batchkit.metrics": 3,
     "batchkit.trace": 3,
     "batchkit.intake": 3,
     "batchkit.engine": 4,

@@ -216,6 +216,7 @@ class Engine:
         geometry = runner.geometry
         self._runner = runner
         self._scheduler = scheduler
+        self._tokenizer = tokenizer
         self._clock: Clock = clock if clock is not None else MonotonicClock()
         self._on_step = on_step
         self._max_model_len = min(geometry.max_model_len, scheduler.max_model_len or geometry.max_model_len)
@@ -417,6 +418,14 @@ class Engine:
             if self._trace is not None:
                 self._trace.added(request)
             return request.id
+
+    def encode(self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+        """The token ids that `add_request` would make of a prompt; to count them, or to cut them.
+
+        Raises:
+            RequestError, TypeError: it cannot be encoded, or is empty.
+        """
+        return self._intake.token_ids(prompt, chat_template_kwargs)
 
     def _fresh_id(self) -> str:
         while True:
@@ -878,6 +887,11 @@ class Engine:
     def clock(self) -> Clock:
         """The engine's source of time."""
         return self._clock
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What makes tokens of text and text of tokens, adapted."""
+        return self._tokenizer
 
     @property
     def geometry(self) -> KVGeometry:

@@ -75,7 +75,7 @@ class Intake:
                 raise RequestError(f"{name} must be {unit}, got {value}")
         if metadata is not None and not isinstance(metadata, Mapping):
             raise TypeError(f"metadata must be a mapping, got {metadata!r}")
-        token_ids = self._token_ids(prompt, chat_template_kwargs)
+        token_ids = self.token_ids(prompt, chat_template_kwargs)
         stop_token_ids = self._stop_token_ids(params)
         vocab_size = self._geometry.vocab_size
         for kind, ids in (("prompt token", token_ids), ("stop token", stop_token_ids)):
@@ -106,7 +106,8 @@ class Intake:
         except Exception as fault:
             raise RequestError(f"the tokenizer cannot decode the prompt: {named(fault)}") from fault
 
-    def _token_ids(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None) -> tuple[int, ...]:
+    def token_ids(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+        """What a prompt becomes; see `Engine.encode`."""
         if isinstance(prompt, Mapping):
             raise TypeError("a conversation is a list of messages; for a single message, [message]")
         if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):

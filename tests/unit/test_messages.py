@@ -76,6 +76,17 @@ def test_what_cannot_be_taken(messages, kwargs, message: str) -> None:
     assert r.state() == before
 
 
+def test_encode_is_what_a_request_gets() -> None:
+    engine = rig().engine
+    for prompt in (HELLO, "ab", [1, 2]):
+        engine.add_request(prompt, PARAMS)
+        assert engine.step()[-1].prompt_token_ids == engine.encode(prompt)
+    assert engine.encode(HELLO, chat_template_kwargs={"add_generation_prompt": False})[-1] == 1
+    assert isinstance(engine.tokenizer, Chat)
+    with pytest.raises(RequestError, match="the prompt is empty"):
+        engine.encode([])
+
+
 def test_a_tokenizer_without_a_template() -> None:
     engine = Rig(OrcaScheduler, vocab=3, tokenizer=Pieces("abc")).engine
     with pytest.raises(RequestError, match=r"needs? a tokenizer with a chat template, and this tokenizer has none"):

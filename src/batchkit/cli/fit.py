@@ -41,7 +41,7 @@ def submit(engine: Engine, row: Row, on_too_long: OnTooLong) -> tuple[str, int]:
 
 def prompt_ids(engine: Engine, row: Row) -> tuple[int, ...]:
     """The tokens of a row's prompt, as the engine makes them."""
-    return engine._intake._token_ids(row.prompt, row.chat_template_kwargs)
+    return engine.encode(row.prompt, chat_template_kwargs=row.chat_template_kwargs)
 
 
 def _chat_options(row: Row) -> dict[str, Any]:
@@ -50,8 +50,7 @@ def _chat_options(row: Row) -> dict[str, Any]:
 
 def _special_prefix(engine: Engine, token_ids: tuple[int, ...]) -> int:
     """How many tokens the tokenizer puts in front of any text (BOS): models count on them."""
-    tokenizer = engine._intake._tokenizer
-    specials = tokenizer.encode("") if tokenizer is not None else []
+    specials = engine.tokenizer.encode("") if engine.tokenizer is not None else []
     count = 0
     while count < min(len(specials), len(token_ids)) and specials[count] == token_ids[count]:
         count += 1
