@@ -594,6 +594,15 @@ def test_the_seconds_of_a_step_are_observed_and_failed_steps_are_not_counted():
     rig.finish()
 
 
+def test_when_steps_turn_out_slower_the_queue_is_ordered_anew():
+    rig = Rig(LeastSlackScheduler, seats=1, step_s=0.01)
+    rig.add("now", max_tokens=6, deadline=1.0)
+    rig.add("a", max_tokens=2, deadline=40.0)  # first at a hundredth of a second for a token
+    rig.add("b", max_tokens=20, deadline=45.0)  # first at a second
+    rig.finish()
+    assert started(rig) == ["now", "b", "a"]
+
+
 def test_more_deadlines_are_kept_than_first_come_first_served():
     rng = random.Random(1)
     records, now = [], 0.0
