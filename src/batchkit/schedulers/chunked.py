@@ -29,7 +29,13 @@ class ChunkedPrefillScheduler(Scheduler):
 
     def _go_on(self, step: Step) -> None:
         """Those that run: decodes first."""
-        for seq in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
+        prefilling = []
+        for seq in self.running:
+            if seq.num_uncomputed > 1:
+                prefilling.append(seq)
+            else:
+                step.run(seq, victims=self.victims(seq))
+        for seq in prefilling:
             step.run(seq, victims=self.victims(seq))
 
     def _join(self, step: Step) -> None:
