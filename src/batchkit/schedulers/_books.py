@@ -152,10 +152,6 @@ class PerSequence(Generic[T]):
             live = {i: held for i, held in self._values.items() if held[0].status is not Status.FINISHED}
             self._values, self._limit = live, 2 * len(live) + _SLACK
 
-    def drop(self, seq: Sequence) -> None:
-        """Forget `seq`; harmless if it has no value."""
-        self._values.pop(seq.id, None)
-
 
 class Progress:
     """Whether the last step has given tokens: one that failed gives none."""

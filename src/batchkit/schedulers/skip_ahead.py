@@ -28,8 +28,8 @@ class SkipAheadScheduler(ChunkedPrefillScheduler):
     A step costs `window` tries at most, however many wait.
 
     Args:
-        max_skips: how many requests may pass one that is the head of the queue until it is admitted. 0: first come
-            first served.
+        max_skips: how many requests may pass one while it is the head of the queue, all told. 0: first come first
+            served.
         window: how many behind the head are tried in a step.
     """
 
@@ -48,15 +48,13 @@ class SkipAheadScheduler(ChunkedPrefillScheduler):
             raise ValueError(f"window must be at least 1, got {window}")
         self.max_skips = max_skips
         self.window = window
-        self._skips: PerSequence[int] = PerSequence()  # a head may be pushed back by a preempted one, and come again
+        self._skips: PerSequence[int] = PerSequence()  # kept: a head may be pushed back, or preempted, and come again
 
     @override
     def _join(self, step: Step) -> None:
         waiting = iter(self.order(step.now))
         for head in waiting:
-            if step.run(head, reserve=head.num_tokens):
-                self._skips.drop(head)
-            else:
+            if not step.run(head, reserve=head.num_tokens):
                 if step.refused is Refusal.BLOCKS:
                     self._let_pass(step, head, islice(waiting, self.window))
                 break
