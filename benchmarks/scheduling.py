@@ -15,30 +15,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from batchkit import (
-    ChunkedPrefillScheduler,
-    DynamicScheduler,
-    Engine,
-    KVGeometry,
-    OrcaScheduler,
-    PagedAllocator,
-    PagedScheduler,
-    SamplingParams,
-    Scheduler,
-    SimulatedRunner,
-    StaticScheduler,
-    StepReport,
-    WaitingServedScheduler,
-)
+from batchkit import Engine, KVGeometry, PagedAllocator, SamplingParams, Scheduler, SimulatedRunner, StepReport
+from batchkit.cli import SCHEDULERS
 
-POLICIES: dict[str, type[Scheduler]] = {
-    "static": StaticScheduler,
-    "dynamic": DynamicScheduler,
-    "orca": OrcaScheduler,
-    "waiting-served": WaitingServedScheduler,
-    "paged": PagedScheduler,
-    "chunked": ChunkedPrefillScheduler,
-}
 BLOCK_SIZE = 16
 MAX_LEN = 4096
 
@@ -90,7 +69,7 @@ def measure(policy: type[Scheduler], args: argparse.Namespace) -> dict[int, list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Seconds per step spent in the scheduler, rows included.")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="comma-separated (default: all)")
+    parser.add_argument("--policies", default=",".join(SCHEDULERS), help="comma-separated (default: all)")
     parser.add_argument("--running", type=int, default=256, help="sequences that decode")
     parser.add_argument("--context", type=int, default=2048, help="tokens of each")
     parser.add_argument("--waiting", type=int, nargs="+", default=[1_000, 200_000], help="requests behind them")
@@ -103,7 +82,7 @@ def main() -> None:
     print(f"{args.running} sequences of {args.context} tokens decode; ms per step in the scheduler, median (mean)")
     print(f"{'policy':<16}" + "".join(f"{f'{n:,} waiting':>20}" for n in args.waiting) + f"{'ratio':>8}")
     for name in args.policies.split(","):
-        times = measure(POLICIES[name], args)
+        times = measure(SCHEDULERS[name], args)
         medians = {n: statistics.median(samples) for n, samples in times.items()}
         means = {n: statistics.fmean(samples) for n, samples in times.items()}
         ratio = medians[many] / medians[few]

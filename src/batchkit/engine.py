@@ -101,6 +101,7 @@ class _Live:
         "finished",
         "first_scheduled",
         "first_token",
+        "inbox",
         "num_delivered",
         "num_pieces_delivered",
         "position",
@@ -110,10 +111,13 @@ class _Live:
         "timings",
     )
 
-    def __init__(self, seq: Sequence, text: OutputText | None, position: int | None) -> None:
+    def __init__(
+        self, seq: Sequence, text: OutputText | None, position: int | None, inbox: deque[RequestOutput] | None
+    ) -> None:
         self.seq = seq
         self.text = text
         self.position = position
+        self.inbox = inbox  # of the stream that it belongs to
         self.first_scheduled: float | None = None
         self.first_token: float | None = None
         self.finished: float | None = None
@@ -225,11 +229,14 @@ class Engine:
         self._live: dict[int, _Live] = {}  # by Sequence.id
         self._by_id: dict[str, _Live] = {}  # by the caller's id
         self._outbox: list[RequestOutput] = []
+        self._inboxes: dict[int, deque[RequestOutput]] = {}  # of the streams that are read, by their `id`
         self._closed = False
         self._turn_lock = threading.Lock()  # held while a step or a change is under way
         self._owner = threading.get_ident()  # the thread of the last turn
         self._in_hook = False
-        self._id_lock = threading.Lock()  # makes "is it live?" and "mark it aborted" one act
+        # Makes "is it live?" and "mark it aborted" one act. Its holder may take it again: a stream that is thrown away
+        # aborts what runs, at whatever line of this thread the garbage is collected.
+        self._id_lock = threading.RLock()
         self._aborts: deque[_Live] = deque()
         self._next_id = 0
         self._wait_until: float | None = None
@@ -402,14 +409,20 @@ class Engine:
         )
 
     def _add(
-        self, prompt: Prompt, params: SamplingParams | None, *, position: int | None = None, **options: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        position: int | None = None,
+        inbox: deque[RequestOutput] | None = None,
+        **options: Any,
     ) -> str:
         with self._turn():
             self._apply_aborts()
             request = self._intake.request(prompt, params, fresh_id=self._fresh_id, **options)
             if request.id in self._by_id:
                 raise DuplicateRequest(f"a request with id {request.id!r} is still alive")
-            live = _Live(Sequence(request), self._intake.text(request), position)
+            live = _Live(Sequence(request), self._intake.text(request), position, inbox)
             self._scheduler.add(live.seq)
             self._live[live.seq.id] = live
             with self._id_lock:
@@ -447,6 +460,10 @@ class Engine:
                 return False
             live.aborted = True
             self._aborts.append(live)
+        self._abort_now()
+        return True
+
+    def _abort_now(self) -> None:
         # Another thread leaves it to the owner's running or next step; here no step is running, unless the call comes
         # from inside of one.
         if threading.get_ident() == self._owner and self._turn_lock.acquire(blocking=False):
@@ -454,16 +471,17 @@ class Engine:
                 self._apply_aborts()
             finally:
                 self._turn_lock.release()
-        return True
 
     # ------------------------------------------------------------------------------- the loop
 
     def has_unfinished(self) -> bool:
-        """Whether a request is alive or an output has not been delivered yet."""
+        """Whether a request is alive, or `step` has an output that it has not delivered yet."""
         return bool(self._live or self._outbox)
 
     def step(self) -> list[RequestOutput]:
         """Do one step, and return what came of it: one `RequestOutput` for each request that has news.
+
+        What comes of the prompts of a `stream` comes from that, whoever steps.
 
         Without live requests, and when the policy waits for a later time (see `wait`), it only returns outputs that
         are left over. It never sleeps.
@@ -474,6 +492,11 @@ class Engine:
             EngineBusy, EngineClosed: see `add_request`.
             Whatever the policy or the hook raised; no output is lost by it.
         """
+        self._step()
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def _step(self) -> None:
         if self._in_hook:
             raise EngineBusy("step was called from inside on_step")
         with self._turn():
@@ -484,8 +507,6 @@ class Engine:
                 self._on_step(report)
             finally:
                 self._in_hook = False
-        outputs, self._outbox = self._outbox, []
-        return outputs
 
     def wait(self, until: float | None = None) -> None:
         """Sleep until the time that the last step's policy waits for; return at once if it waits for none.
@@ -493,9 +514,13 @@ class Engine:
         Args:
             until: sleep no longer than to this time, in seconds of the engine's clock; a new request may be due.
         """
+        if not self._outbox:
+            self._wait(until)
+
+    def _wait(self, until: float | None = None) -> None:
         with self._turn():
             due, self._wait_until = self._wait_until, None
-        if due is not None and not (self._outbox or self._aborts):  # others may call while it sleeps
+        if due is not None and not self._aborts:  # others may call while it sleeps
             self._clock.sleep_until(due if until is None else min(until, due))
 
     def _advance(self) -> StepReport | None:
@@ -678,7 +703,8 @@ class Engine:
             news.pop(seq_id, None)
         if scheduler.streams and news:
             delivered = self._clock()
-            self._outbox += [live.output(delivered, final=False) for live in news.values()]
+            for live in news.values():
+                self._deliver(live, live.output(delivered, final=False))
         return num_new_tokens, sum(self._finished.values()) - before
 
     def _take(self, live: _Live, row: ScheduledSequence, result: RowResult) -> FinishReason | None:
@@ -731,12 +757,15 @@ class Engine:
             self._by_id.pop(live.seq.request.id, None)
         live.reason = reason
         output = live.output(self._clock(), final=True)
-        self._outbox.append(output)
+        self._deliver(live, output)
         if self._trace is not None:
             self._trace.ended(output, live.seq.id)
         del self._live[live.seq.id]
         self._finished[reason] += 1
         self._recomputed_tokens += live.seq.num_recomputed
+
+    def _deliver(self, live: _Live, output: RequestOutput) -> None:
+        (self._outbox if live.inbox is None else live.inbox).append(output)
 
     # ------------------------------------------------------------------------------- whole batches
 
@@ -807,11 +836,12 @@ class Engine:
         """Run prompts to their end, and give every output as it comes: what is new of which prompt.
 
         `RequestOutput.position` says of which. The engine steps while the generator is asked for the next output.
-        Nothing but the window is held, however many prompts there are. Closing the generator aborts what runs.
+        Nothing but the window is held, however many prompts there are. Closing the generator aborts what runs. Several
+        streams may be read in turn, and `step` and `generate` called in between: each gets its own outputs.
 
         Args, and what it raises: as `generate`. `PromptsFailed.outputs` is empty, since everything has been given.
         """
-        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+        if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
             raise TypeError(f"this takes many prompts, got {type(prompts).__name__}; for a single one, [prompt]")
         if (given := _length(params)) is not None and (count := _length(prompts)) is not None and given != count:
             raise ValueError(f"{count} prompts, but {given} params")
@@ -821,6 +851,8 @@ class Engine:
             raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
         if window is None:
             window = max(1024, 4 * self._scheduler.max_num_seqs)
+        if isinstance(window, bool) or not isinstance(window, int):
+            raise TypeError(f"window must be a whole number, got {window!r}")
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
         if self._closed:
@@ -834,15 +866,16 @@ class Engine:
         window: int,
         chat_template_kwargs: Mapping[str, Any] | None,
     ) -> Generator[RequestOutput, None, None]:
-        mine: set[str] = set()
-        with self._turn():
-            # What is left over from before is others', whatever its ids: those are free again.
-            others, self._outbox = self._outbox, []
+        with self._turn():  # an engine that is closed or busy takes no prompt
+            pass
+        inbox: deque[RequestOutput] = deque()
+        self._inboxes[id(inbox)] = inbox
         exhausted, failure = False, None
         position = -1
+        num_open = 0
         try:
             while True:
-                while not exhausted and len(mine) < window:
+                while not exhausted and num_open < window:
                     try:
                         prompt, param = next(pairs)
                     except StopIteration:
@@ -853,28 +886,32 @@ class Engine:
                         break
                     position += 1
                     try:
-                        mine.add(self._add(prompt, param, position=position, chat_template_kwargs=chat_template_kwargs))
+                        self._add(
+                            prompt, param, position=position, inbox=inbox, chat_template_kwargs=chat_template_kwargs
+                        )
+                        num_open += 1
                     except (RequestError, TypeError) as error:
                         if on_error == "raise":
                             raise type(error)(f"prompt {position}: {error}") from error
                         yield _refused(position, error, self._clock())
-                if exhausted and not mine:
+                if exhausted and not num_open:
                     break
-                outputs = self.step()
-                # Kept before anything is yielded: whoever takes these may be interrupted. An id is free once its
-                # request has ended, so what comes under it after that is somebody else's.
-                ours: list[RequestOutput] = []
-                for output in outputs:
-                    is_ours = output.request_id in mine
-                    (ours if is_ours else others).append(output)
-                    if is_ours and output.finished:
-                        mine.remove(output.request_id)
-                yield from ours
-                self.wait()
+                if not inbox:
+                    self._step()
+                while inbox:
+                    output = inbox.popleft()
+                    num_open -= output.finished
+                    yield output
+                if not inbox:
+                    self._wait()
         finally:
-            for request_id in mine:
-                self.abort(request_id)
-            self._outbox = others + [output for output in self._outbox if output.request_id not in mine]
+            self._inboxes.pop(id(inbox), None)
+            with self._id_lock:
+                mine = [live for live in list(self._live.values()) if live.inbox is inbox and not live.aborted]
+                for live in mine:
+                    live.aborted = True
+                self._aborts.extend(mine)
+            self._abort_now()
         if failure is not None:
             raise PromptsFailed(
                 f"the prompts or their params raised after {position + 1} of them, {named(failure)}; those have run "
@@ -949,8 +986,12 @@ class Engine:
         if self._closed:
             return []
         with self._turn():
+            for inbox in list(self._inboxes.values()):
+                self._outbox += inbox
+                inbox.clear()
             try:
                 for live in list(self._live.values()):
+                    live.inbox = None
                     self._scheduler.abort(live.seq)
                     self._end(live, "abort")
             finally:
@@ -1023,11 +1064,12 @@ def _pairs(
         return
     rest, count = iter(params), 0
     for count, prompt in enumerate(prompts, 1):
-        param = next(rest, None)
-        if param is None:
-            raise ValueError(f"only {count - 1} params for more prompts than that")
+        try:
+            param = next(rest)
+        except StopIteration:
+            raise ValueError(f"only {count - 1} params for more prompts than that") from None
         yield prompt, param
-    if next(rest, None) is not None:
+    if next(rest, rest) is not rest:
         raise ValueError(f"more params than the {count} prompts")
 
 

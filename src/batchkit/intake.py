@@ -71,7 +71,7 @@ class Intake:
                 continue
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise TypeError(f"{name} must be {unit}, got {value!r}")
-            if not math.isfinite(value):
+            if not _is_finite(value):
                 raise RequestError(f"{name} must be {unit}, got {value}")
         if metadata is not None and not isinstance(metadata, Mapping):
             raise TypeError(f"metadata must be a mapping, got {metadata!r}")
@@ -94,7 +94,8 @@ class Intake:
             priority=priority,
             deadline=deadline,
             length_hint=length_hint,
-            **({} if metadata is None else {"metadata": metadata}),
+            # A copy: whoever changes theirs for the next request means only that.
+            metadata={} if metadata is None else dict(metadata),
         )
 
     def text(self, request: Request) -> OutputText | None:
@@ -114,7 +115,10 @@ class Intake:
             raise TypeError(
                 f"a prompt is text, a sequence of token ids, or a list of messages, got {type(prompt).__name__}"
             )
-        items: str | tuple[Any, ...] = prompt if isinstance(prompt, str) else tuple(prompt)
+        try:
+            items: str | tuple[Any, ...] = prompt if isinstance(prompt, str) else tuple(prompt)
+        except Exception as fault:
+            raise RequestError(f"the prompt cannot be read: {named(fault)}") from fault
         is_chat = not isinstance(items, str) and any(isinstance(item, Mapping) for item in items)
         if chat_template_kwargs is not None and not is_chat:
             raise RequestError("chat_template_kwargs are for messages, and this prompt is not a list of messages")
@@ -184,6 +188,13 @@ class Intake:
                 f"(model length {length}, KV cache of {pool})"
             )
         return most if asked is None else asked
+
+
+def _is_finite(value: Real) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
 
 
 def named(fault: Exception) -> str:

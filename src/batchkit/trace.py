@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -74,7 +75,7 @@ class TraceWriter:
         self._ended: list[dict[str, Any]] = []
         self._tables: dict[int, Sequence[int]] = {}  # as last written, by Sequence.id
         self._path = path
-        self._file = open(path, "w", encoding="utf-8", newline="\n")  # noqa: SIM115 - close() does
+        self._file = open(os.fspath(path), "w", encoding="utf-8", newline="\n")  # noqa: SIM115 - close() does
         release = sys.modules[__package__].__version__  # the package imports this module
         self._write({"kind": "engine", "version": VERSION, "batchkit": release, "time": now, "stats": asdict(stats)})
 
@@ -176,7 +177,7 @@ class TraceWriter:
         if self._file.closed:
             return
         try:
-            self._file.write(json.dumps(line, ensure_ascii=True, separators=(",", ":")) + "\n")
+            self._file.write(json.dumps(line, ensure_ascii=True, separators=(",", ":"), default=_plain) + "\n")
             self._file.flush()
         except OSError as error:
             self._give_up(error)
@@ -185,6 +186,14 @@ class TraceWriter:
         logger.warning("the trace %s ends here: %s", self._path, error)
         with suppress(OSError):  # closed it is, even if what it buffers cannot be written
             self._file.close()
+
+
+def _plain(number: Any) -> int | float:
+    """A number that is not Python's own: callers may give times of numpy."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        return float(number)
 
 
 def _renamed(blocked: dict[str, Any]) -> dict[str, Any]:
@@ -251,7 +260,10 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
             if kind == "step":
                 steps.append(line)
             complete = complete or kind == "end"
-            requests += [_traced(ended) for ended in line["ended"]]
+            try:
+                requests += [_traced(ended) for ended in line["ended"]]
+            except (TypeError, KeyError) as error:
+                raise ValueError(f"{os.fspath(path)}, line {number}: this is no line of a trace: {error!r}") from None
     if engine is None:
         raise ValueError(f"{os.fspath(path)} is no trace: it is empty")
     return Trace(engine=engine, steps=tuple(steps), requests=tuple(requests), complete=complete)
