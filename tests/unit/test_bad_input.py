@@ -124,6 +124,7 @@ REQUESTS = [
     ([1], {"chat_template_kwargs": {}}, RequestError, "chat_template_kwargs are for messages"),
     ([1], {"deadline": "soon"}, TypeError, "deadline must be a time in seconds, got 'soon'"),
     ([1], {"deadline": NAN}, RequestError, "deadline .* nan"),
+    ([1], {"deadline": 10**400}, RequestError, "deadline must be a time in seconds, got 1000"),
     ([1], {"length_hint": "long"}, TypeError, "length_hint must be a number of tokens, got 'long'"),
     ([1], {"length_hint": INF}, RequestError, "length_hint .* inf"),
     ([1], {"priority": "high"}, TypeError, "priority must be a number, got 'high'"),

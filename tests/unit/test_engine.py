@@ -478,3 +478,12 @@ def test_seats_are_constant_while_a_sequence_runs(policy) -> None:
     rig.runner.before = watch
     rig.finish()
     assert rig.engine.stats().num_preemptions > 0
+
+
+def test_a_request_keeps_the_metadata_that_it_came_with() -> None:
+    rig = Rig()
+    metadata = {"tenant": "a"}
+    rig.add("first", metadata=metadata)
+    metadata["tenant"] = "b"
+    rig.add("second", metadata=metadata)
+    assert [rig.seq(name).request.metadata["tenant"] for name in ("first", "second")] == ["a", "b"]

@@ -10,6 +10,7 @@ import pytest
 
 from batchkit import (
     ChunkedPrefillScheduler,
+    DynamicScheduler,
     Engine,
     EngineClosed,
     KVGeometry,
@@ -113,7 +114,6 @@ def test_a_stream_is_read_beside_another() -> None:
     rig = Rig(OrcaScheduler)
     first, second = rig.engine.stream([[1], [2]], params(3)), rig.engine.stream([[3]], params(5))
     got: dict[str, list[RequestOutput]] = {"first": [], "second": []}
-    # Each leaves the other's outputs to the next step, so the two may be read in turn, but only while both are alive.
     got["first"].append(next(first))
     got["second"].append(next(second))
     got["second"] += second
@@ -122,13 +122,117 @@ def test_a_stream_is_read_beside_another() -> None:
     assert [o.position for o in got["first"] if o.finished] == [0, 1]
 
 
+@pytest.mark.parametrize("window", [1, 2, None])
+def test_streams_are_read_in_turn_to_their_ends(window) -> None:
+    rig = Rig(OrcaScheduler)
+    streams = {name: rig.engine.stream([[1], [2], [3]], params(4), window=window) for name in "abc"}
+    got: dict[str, list[RequestOutput]] = {name: [] for name in streams}
+    while streams:
+        for name, outputs in list(streams.items()):
+            output = next(outputs, None)
+            if output is None:
+                del streams[name]
+            else:
+                got[name].append(output)
+    for outputs in got.values():
+        lives = collected(outputs)
+        assert sorted(lives) == [0, 1, 2]
+        for life in lives.values():
+            assert life[-1].finished and sum(len(o.new_token_ids) for o in life) == len(life[-1].token_ids) == 4
+    rig.assert_empty()
+
+
+def test_each_gets_its_own_outputs_whoever_steps() -> None:
+    rig = Rig(OrcaScheduler)
+    rig.add("other", max_tokens=6)
+    outputs = rig.engine.stream([[1], [2]], params(9))
+    got = [next(outputs)]
+    while not rig.finals:
+        rig.step()
+    assert [output.position for output in rig.engine.generate([[3], [4], [5]], params(2))] == [0, 1, 2]
+    got += outputs
+    assert [len(life[-1].token_ids) for _, life in sorted(collected(got).items())] == [9, 9]
+    rig.finish()
+
+
+def test_a_closed_engine_gives_what_neither_step_nor_stream_has_given() -> None:
+    rig = Rig(OrcaScheduler)
+    rig.add("short", max_tokens=1)
+    rig.add("long", max_tokens=99)
+    outputs = rig.engine.stream([[1], [2]], params(99))
+    for _ in range(5):
+        next(outputs)
+    left = rig.engine.close()
+    assert {o.request_id: o.finish_reason for o in left if o.finished} == {
+        "short": "length",
+        "long": "abort",
+        "request-1": "abort",
+        "request-2": "abort",
+    }
+    assert sum(len(o.new_token_ids) for o in left if o.request_id == "long") == len(left[-3].token_ids)
+    outputs.close()
+
+
+def test_a_stream_that_is_left_does_not_abort_another_request_of_the_same_name() -> None:
+    rig = Rig(OrcaScheduler)
+    outputs = rig.engine.stream([[1]], params(2))
+    next(outputs)
+    assert rig.engine.step() == []  # the stream's request has ended, and its name is free
+    rig.add("request-1", max_tokens=3)
+    outputs.close()
+    rig.finish()
+
+
+def test_a_stream_that_is_thrown_away_in_the_middle_of_a_step() -> None:
+    rig = Rig(OrcaScheduler)
+    rig.add("other", max_tokens=5)
+    cycle = [rig.engine.stream([[1], [2]], params(50))]
+    next(cycle[0])
+    cycle.append(cycle)  # type: ignore[arg-type]
+    del cycle
+    rig.runner.before = lambda out: gc.collect()
+    rig.finish()
+    rig.assert_empty()
+
+
+def test_a_policy_that_waits_is_slept_for_also_while_others_have_outputs() -> None:
+    rig = Rig(DynamicScheduler, seats=4, min_batch=4, max_wait_s=5.0)
+    rig.add("other", max_tokens=1)
+    for output in rig.engine.stream(([i] for i in range(1, 3)), params(2), window=1):
+        assert len(rig.runner.outs) <= 4, output
+    assert rig.clock() >= 10.0
+    rig.finish()
+
+
 # ---- what cannot be taken ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompts", ["text", b"bytes", 5, None])
+@pytest.mark.parametrize("prompts", ["text", b"bytes", 5, None, {"role": "user", "content": "Hi"}])
 def test_the_call_itself_raises(prompts) -> None:
     with pytest.raises(TypeError, match=r"for a single one, \[prompt\]"):
         Rig().engine.stream(prompts)
+
+
+@pytest.mark.parametrize("window", ["3", 2.5, True])
+def test_a_window_that_is_no_number(window) -> None:
+    with pytest.raises(TypeError, match="window must be a whole number, got"):
+        Rig().engine.stream([[1]], window=window)
+
+
+def test_params_may_be_left_to_the_default() -> None:
+    outputs = Rig(model_len=8).engine.generate([[1], [2], [3]], iter([None, params(2), None]))
+    assert [len(output.token_ids) for output in outputs] == [7, 2, 7]
+
+
+def test_a_prompt_that_raises_when_it_is_read() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise KeyError("gone")
+
+    outputs = Rig().engine.generate([[1], broken(), range(1, 4)], params(), on_error="return")
+    assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
+    assert outputs[1].error == "the prompt cannot be read: KeyError: 'gone'"
+    assert outputs[2].prompt_token_ids == (1, 2, 3)
 
 
 def test_a_closed_engine() -> None:

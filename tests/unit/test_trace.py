@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,25 @@ def test_what_ends_outside_of_a_step_is_in_the_next_line(tmp_path: Path) -> None
     assert [(e["request"], e["reason"]) for e in lines[2]["ended"]] == [("b", "abort")]
 
 
+def test_numbers_that_are_not_pythons_own(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    geometry = KVGeometry(num_blocks=8, block_size=4, max_model_len=32, vocab_size=100)
+    with Engine(SimulatedRunner(geometry), PagedScheduler(PagedAllocator(8, 4)), trace=path) as engine:
+        engine.add_request([1], SamplingParams(max_tokens=2), priority=Fraction(1, 2), arrival=Fraction(3))
+        while engine.has_unfinished():
+            engine.step()
+    trace = read_trace(path)
+    assert trace.steps[0]["added"][0]["priority"] == 0.5
+    assert trace.requests[0].timings.arrival == 3
+
+
+@pytest.mark.parametrize("path", [1, True])
+def test_a_number_is_no_path(path) -> None:
+    geometry = KVGeometry(num_blocks=8, block_size=4, max_model_len=32, vocab_size=100)
+    with pytest.raises(TypeError, match="PathLike"):
+        Engine(SimulatedRunner(geometry), PagedScheduler(PagedAllocator(8, 4)), trace=path)
+
+
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     geometry = KVGeometry(num_blocks=8, block_size=4, max_model_len=32, vocab_size=100)
     runner, scheduler = SimulatedRunner(geometry), PagedScheduler(PagedAllocator(8, 4))
@@ -283,6 +303,8 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(tmp_path: Path, caplog: p
         ('{"kind": "engine", "version": 99}\n', "no trace of version 1: .* version 99"),
         ('{"kind": "step"}\n', "its first line has kind 'step'"),
         ('{"kind": "engine", "version": 1}\n[]\n', "line 2: this is no line of a trace"),
+        ('{"kind": "engine", "version": 1}\n{"kind": "step"}\n', "line 2: this is no line of a trace: .*ended"),
+        ('{"kind": "engine", "version": 1}\n{"kind": "end", "ended": [{}]}\n', "line 2: .*request"),
     ],
 )
 def test_what_is_no_trace(text: str, message: str, tmp_path: Path) -> None:
