@@ -60,7 +60,14 @@ WRONG = {
         [*ALL, "--scheduler", "orca,reserve=all"],
         "must be one of max_tokens, pow2, model_len, got 'all'",
     ),
-    "value of a wrong type": ([*ALL, "--scheduler", "static,pad_to=x"], "StaticScheduler cannot be made: "),
+    "value of a wrong type": (
+        [*ALL, "--scheduler", "static,pad_to=x"],
+        "StaticScheduler cannot be made with pad_to='x': pad_to must be a whole number, got 'x'",
+    ),
+    "value that a class of the user's cannot take": (
+        [*ALL, "--scheduler", "own:Picky,gain=x"],
+        "Picky cannot be made with gain='x': ",
+    ),
     "no module": ([*ALL, "--scheduler", "nowhere.at_all:Own"], "there is no module 'nowhere', neither in this folder"),
     "no module in a package": ([*ALL, "--scheduler", "batchkit.nowhere:Own"], "there is no module 'batchkit.nowhere'"),
     "a file's name": ([*ALL, "--scheduler", "own.py:Own"], "'own.py:Own' must be module:Class"),
@@ -68,7 +75,7 @@ WRONG = {
     "no class": ([*ALL, "--scheduler", "json:Own"], "there is no Own; schedulers there: none"),
     "another class": (
         [*ALL, "--scheduler", "own:Other"],
-        "it is no Scheduler: Other; schedulers there: Own, Plain, Abstract",
+        "it is no Scheduler: Other; schedulers there: Own, Picky, Plain, Abstract",
     ),
     "no class in a module that has some": ([*ALL, "--scheduler", "own:Ow"], "there is no Ow; schedulers there: Own"),
     "not a policy yet": ([*ALL, "--scheduler", "own:Abstract"], "Abstract cannot be made: Can't instantiate abstract"),
@@ -87,6 +94,11 @@ class Own(PagedScheduler):
     def __init__(self, allocator, *, names=(), gain=1.0, word=None, **options):
         super().__init__(allocator, **options)
         self.told = names, gain, word
+
+class Picky(Own):
+    def __init__(self, allocator, *, gain=1.0, **options):
+        super().__init__(allocator, **options)
+        self.gain = 2 / gain
 
 class Plain(Scheduler):
     schedule = PagedScheduler.schedule
@@ -201,7 +213,7 @@ def test_a_policy_that_raises_is_one_line_with_the_place(own_modules, command, t
     shown = capsys.readouterr().err
     assert shown.count("\n") == 1
     assert "AttributeError: 'Late' object has no attribute 'nothing'" in shown
-    assert "own.py, line 19)" in shown
+    assert "own.py, line 24)" in shown
 
 
 def test_env_says_what_is_missing(tmp_path):

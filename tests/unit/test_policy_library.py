@@ -16,6 +16,7 @@ import pytest
 
 from batchkit import (
     ChunkedPrefillScheduler,
+    DynamicScheduler,
     Engine,
     FairScheduler,
     FeedbackScheduler,
@@ -24,6 +25,7 @@ from batchkit import (
     OptimisticScheduler,
     OrcaScheduler,
     PagedAllocator,
+    PagedScheduler,
     RooflineCost,
     SamplingParams,
     Sequence,
@@ -31,9 +33,11 @@ from batchkit import (
     ShortestRemainingScheduler,
     SimulatedRunner,
     SkipAheadScheduler,
+    StaticScheduler,
     Status,
     TrueLengths,
     VirtualClock,
+    WaitingServedScheduler,
     WorkloadRecord,
     simulate,
 )
@@ -112,6 +116,53 @@ def latencies(outputs):
 def test_wrong_arguments_are_refused_with_the_number(policy, args, message):
     with pytest.raises(ValueError, match=message):
         policy(PagedAllocator(4, 4), **args)
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        (StaticScheduler, "pad_to"),
+        (DynamicScheduler, "min_batch"),
+        (PagedScheduler, "watermark_blocks"),
+        (WaitingServedScheduler, "max_waiting_steps"),
+        (FairScheduler, "max_idle_tenants"),
+        (FeedbackScheduler, "quantum_tokens"),
+        (FeedbackScheduler, "num_levels"),
+        (SkipAheadScheduler, "max_skips"),
+        (SkipAheadScheduler, "window"),
+    ],
+)
+@pytest.mark.parametrize("value", ["2", 1.5, True, [1]])
+def test_a_count_that_is_no_whole_number_is_refused_at_once(policy, name, value):
+    with pytest.raises(TypeError, match=f"{name} must be a whole number, got "):
+        policy(PagedAllocator(4, 4), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        (DynamicScheduler, "max_wait_s"),
+        (WaitingServedScheduler, "waiting_served_ratio"),
+        (ShortestFirstScheduler, "ageing_tokens_per_s"),
+        (ShortestRemainingScheduler, "ageing_tokens_per_s"),
+        (ShortestRemainingScheduler, "preemptible_part"),
+        (FairScheduler, "input_weight"),
+        (FairScheduler, "output_weight"),
+        (FeedbackScheduler, "prompt_weight"),
+        (FeedbackScheduler, "promote_after_s"),
+        (LeastSlackScheduler, "undated_due_s"),
+        (LeastSlackScheduler, "preempt_below_s"),
+        (LeastSlackScheduler, "step_s"),
+        (OptimisticScheduler, "start"),
+        (OptimisticScheduler, "floor"),
+        (OptimisticScheduler, "decay_per_step"),
+        (OptimisticScheduler, "raise_on_preemption"),
+    ],
+)
+@pytest.mark.parametrize("value", ["2", None, True, [1]])
+def test_an_argument_that_is_no_number_is_refused_at_once(policy, name, value):
+    with pytest.raises(TypeError, match=f"{name} must be a number, got "):
+        policy(PagedAllocator(4, 4), **{name: value})
 
 
 @everywhere

@@ -121,7 +121,8 @@ def try_policy(spec: Policy, **options: int | None) -> None:
     except Exception as error:  # the class may be the user's
         # A complaint about its arguments says enough; any other fault needs its place.
         told = str(error) if isinstance(error, (TypeError, ValueError)) else with_place(error)
-        raise ValueError(f"{spec.policy.__name__} cannot be made: {told}") from None
+        given = ", ".join(f"{key}={value!r}" for key, value in spec.arguments.items())
+        raise ValueError(f"{spec.policy.__name__} cannot be made{given and f' with {given}'}: {told}") from None
 
 
 def _imported(path: str) -> type[Scheduler]:

@@ -8,6 +8,7 @@ from typing_extensions import Unpack, override
 
 from ..allocators import BlockAllocator
 from ..scheduler import SchedulerOptions, Step
+from ._arguments import check_count, check_number
 from .static import StaticScheduler
 
 __all__ = ["DynamicScheduler"]
@@ -38,8 +39,10 @@ class DynamicScheduler(StaticScheduler):
         super().__init__(allocator, drop_finished=drop_finished, pad_to=pad_to, **options)
         if min_batch is None:
             min_batch = self.max_num_seqs
+        check_count("min_batch", min_batch, 1)
         if not 1 <= min_batch <= self.max_num_seqs:
             raise ValueError(f"min_batch must be between 1 and max_num_seqs ({self.max_num_seqs}), got {min_batch}")
+        check_number("max_wait_s", max_wait_s)
         if not 0 <= max_wait_s < math.inf:
             raise ValueError(f"max_wait_s must be finite and at least 0 seconds, got {max_wait_s}")
         self.min_batch = min_batch

@@ -11,6 +11,7 @@ from typing_extensions import Unpack, override
 from ..allocators import BlockAllocator
 from ..scheduler import SchedulerOptions, Step
 from ..sequence import Sequence, Status
+from ._arguments import check_count, check_number
 from ._books import WaitingBook
 from .chunked import ChunkedPrefillScheduler
 
@@ -59,12 +60,12 @@ class FairScheduler(ChunkedPrefillScheduler):
     ) -> None:
         super().__init__(allocator, **options)
         for name, weight in (("input_weight", input_weight), ("output_weight", output_weight)):
+            check_number(name, weight)
             if not 0 <= weight < math.inf:
                 raise ValueError(f"{name} must be finite and at least 0, got {weight}")
         if not input_weight + output_weight:
             raise ValueError("input_weight and output_weight are both 0, so that nothing counts")
-        if max_idle_tenants < 0:
-            raise ValueError(f"max_idle_tenants must be at least 0, got {max_idle_tenants}")
+        check_count("max_idle_tenants", max_idle_tenants, 0)
         self.input_weight = input_weight
         self.output_weight = output_weight
         self.max_idle_tenants = max_idle_tenants

@@ -11,6 +11,7 @@ from typing_extensions import Unpack, override
 from ..allocators import BlockAllocator
 from ..scheduler import SchedulerOptions
 from ..sequence import Sequence, Status
+from ._arguments import check_count, check_number
 from ._books import PerSequence, Rank, RankedQueue
 from ._ranked import RankedScheduler
 
@@ -49,8 +50,9 @@ class FeedbackScheduler(RankedScheduler):
     ) -> None:
         super().__init__(allocator, **options)
         for name, count in (("quantum_tokens", quantum_tokens), ("num_levels", num_levels)):
-            if count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+            check_count(name, count, 1)
+        for name, value in (("prompt_weight", prompt_weight), ("promote_after_s", promote_after_s)):
+            check_number(name, value)
         if not 0 <= prompt_weight < math.inf:
             raise ValueError(f"prompt_weight must be finite and at least 0, got {prompt_weight}")
         if not promote_after_s > 0:

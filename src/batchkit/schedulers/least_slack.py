@@ -10,6 +10,7 @@ from typing_extensions import Unpack, override
 from ..allocators import BlockAllocator
 from ..scheduler import SchedulerOptions, Step
 from ..sequence import Sequence
+from ._arguments import check_number
 from ._books import Progress, Rank, RankedQueue, expected_output
 from ._ranked import RankedScheduler
 
@@ -49,8 +50,10 @@ class LeastSlackScheduler(RankedScheduler):
     ) -> None:
         super().__init__(allocator, **options)
         for name, seconds in (("undated_due_s", undated_due_s), ("step_s", step_s)):
+            check_number(name, seconds)
             if not 0 < seconds < math.inf:
                 raise ValueError(f"{name} must be finite and more than 0 seconds, got {seconds}")
+        check_number("preempt_below_s", preempt_below_s)
         if math.isnan(preempt_below_s):
             raise ValueError("preempt_below_s must be a number of seconds, got nan")
         self.undated_due_s = undated_due_s

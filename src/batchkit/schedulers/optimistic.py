@@ -9,6 +9,7 @@ from typing_extensions import Unpack, override
 from ..allocators import BlockAllocator
 from ..scheduler import SchedulerOptions, Step
 from ..sequence import Sequence
+from ._arguments import check_number
 from ._books import Progress
 from .chunked import ChunkedPrefillScheduler
 
@@ -46,9 +47,12 @@ class OptimisticScheduler(ChunkedPrefillScheduler):
         **options: Unpack[SchedulerOptions],
     ) -> None:
         super().__init__(allocator, **options)
+        for name, value in (("start", start), ("floor", floor)):
+            check_number(name, value)
         if not 0 <= floor <= start <= 1:
             raise ValueError(f"0 <= floor <= start <= 1 must hold, got floor={floor}, start={start}")
         for name, value in (("decay_per_step", decay_per_step), ("raise_on_preemption", raise_on_preemption)):
+            check_number(name, value)
             if not 0 <= value <= 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {value}")
         self.floor = floor

@@ -6,6 +6,7 @@ from typing_extensions import Unpack, override
 
 from ..allocators import BlockAllocator
 from ..scheduler import Scheduler, SchedulerOptions, Step
+from ._arguments import check_count
 
 __all__ = ["PagedScheduler"]
 
@@ -31,8 +32,7 @@ class PagedScheduler(Scheduler):
         super().__init__(allocator, **options)
         if watermark_blocks is None:
             watermark_blocks = allocator.num_blocks // 100
-        if watermark_blocks < 0:
-            raise ValueError(f"watermark_blocks must be at least 0, got {watermark_blocks}")
+        check_count("watermark_blocks", watermark_blocks, 0)
         self.watermark_blocks = watermark_blocks
 
     @override

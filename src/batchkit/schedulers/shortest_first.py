@@ -10,6 +10,7 @@ from typing_extensions import Unpack, override
 from ..allocators import BlockAllocator
 from ..scheduler import SchedulerOptions, Step
 from ..sequence import Sequence
+from ._arguments import check_number
 from ._books import Rank, RankedQueue, expected_output
 from .chunked import ChunkedPrefillScheduler
 
@@ -40,6 +41,7 @@ class ShortestFirstScheduler(ChunkedPrefillScheduler):
         **options: Unpack[SchedulerOptions],
     ) -> None:
         super().__init__(allocator, **options)
+        check_number("ageing_tokens_per_s", ageing_tokens_per_s)
         if not 0 <= ageing_tokens_per_s < math.inf:
             raise ValueError(f"ageing_tokens_per_s must be finite and at least 0, got {ageing_tokens_per_s}")
         self.ageing_tokens_per_s = ageing_tokens_per_s

@@ -10,6 +10,7 @@ from typing_extensions import Unpack, override
 from ..allocators import BlockAllocator
 from ..scheduler import SchedulerOptions
 from ..sequence import Sequence
+from ._arguments import check_number
 from ._books import Rank, RankedQueue, expected_output
 from ._ranked import RankedScheduler
 
@@ -46,8 +47,10 @@ class ShortestRemainingScheduler(RankedScheduler):
         **options: Unpack[SchedulerOptions],
     ) -> None:
         super().__init__(allocator, **options)
+        check_number("ageing_tokens_per_s", ageing_tokens_per_s)
         if not 0 <= ageing_tokens_per_s < math.inf:
             raise ValueError(f"ageing_tokens_per_s must be finite and at least 0, got {ageing_tokens_per_s}")
+        check_number("preemptible_part", preemptible_part)
         if not 0 <= preemptible_part <= 1:
             raise ValueError(f"preemptible_part must be between 0 and 1, got {preemptible_part}")
         self.ageing_tokens_per_s = ageing_tokens_per_s

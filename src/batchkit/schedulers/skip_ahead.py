@@ -11,6 +11,7 @@ from ..allocators import BlockAllocator
 from ..scheduler import SchedulerOptions, Step
 from ..sequence import Sequence
 from ..types import Refusal
+from ._arguments import check_count
 from ._books import PerSequence
 from .chunked import ChunkedPrefillScheduler
 
@@ -42,10 +43,8 @@ class SkipAheadScheduler(ChunkedPrefillScheduler):
         **options: Unpack[SchedulerOptions],
     ) -> None:
         super().__init__(allocator, **options)
-        if max_skips < 0:
-            raise ValueError(f"max_skips must be at least 0, got {max_skips}")
-        if window < 1:
-            raise ValueError(f"window must be at least 1, got {window}")
+        check_count("max_skips", max_skips, 0)
+        check_count("window", window, 1)
         self.max_skips = max_skips
         self.window = window
         self._skips: PerSequence[int] = PerSequence()  # kept: a head may be pushed back, or preempted, and come again

@@ -10,6 +10,7 @@ from ..allocators import BlockAllocator
 from ..scheduler import Scheduler, SchedulerOptions, Step
 from ..sequence import Sequence, Status
 from ..types import Refusal
+from ._arguments import check_count, check_switch
 
 __all__ = ["StaticScheduler"]
 
@@ -41,8 +42,9 @@ class StaticScheduler(Scheduler):
         **options: Unpack[SchedulerOptions],
     ) -> None:
         super().__init__(allocator, **options)
-        if pad_to is not None and pad_to < 1:
-            raise ValueError(f"pad_to must be at least 1, got {pad_to}")
+        check_switch("drop_finished", drop_finished)
+        if pad_to is not None:
+            check_count("pad_to", pad_to, 1)
         if pad_to is not None and drop_finished:
             raise ValueError(f"pad_to={pad_to} keeps finished sequences, drop_finished=True lets them go")
         self.drop_finished = drop_finished

@@ -9,6 +9,7 @@ from typing_extensions import Unpack, override
 
 from ..allocators import BlockAllocator
 from ..scheduler import Scheduler, SchedulerOptions, Step
+from ._arguments import check_count, check_number
 
 __all__ = ["WaitingServedScheduler"]
 
@@ -35,10 +36,10 @@ class WaitingServedScheduler(Scheduler):
         **options: Unpack[SchedulerOptions],
     ) -> None:
         super().__init__(allocator, **options)
+        check_number("waiting_served_ratio", waiting_served_ratio)
         if not 0 <= waiting_served_ratio < math.inf:
             raise ValueError(f"waiting_served_ratio must be finite and at least 0, got {waiting_served_ratio}")
-        if max_waiting_steps < 0:
-            raise ValueError(f"max_waiting_steps must be at least 0, got {max_waiting_steps}")
+        check_count("max_waiting_steps", max_waiting_steps, 0)
         self.waiting_served_ratio = waiting_served_ratio
         self.max_waiting_steps = max_waiting_steps
         self._steps_since_join = 0
