@@ -7,11 +7,11 @@ from numbers import Integral, Real
 __all__ = ["check_count", "check_number", "check_switch"]
 
 
-def check_count(name: str, value: object, at_least: int) -> None:
-    """Raise unless `value` is a whole number that is large enough."""
+def check_count(name: str, value: object, at_least: int | None = None) -> None:
+    """Raise unless `value` is a whole number, and large enough."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if value < at_least:
+    if at_least is not None and value < at_least:
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
 
 

@@ -39,7 +39,7 @@ class DynamicScheduler(StaticScheduler):
         super().__init__(allocator, drop_finished=drop_finished, pad_to=pad_to, **options)
         if min_batch is None:
             min_batch = self.max_num_seqs
-        check_count("min_batch", min_batch, 1)
+        check_count("min_batch", min_batch)
         if not 1 <= min_batch <= self.max_num_seqs:
             raise ValueError(f"min_batch must be between 1 and max_num_seqs ({self.max_num_seqs}), got {min_batch}")
         check_number("max_wait_s", max_wait_s)
