@@ -337,6 +337,55 @@ def test_the_version_from_a_shell():
     assert done.stdout == f"batchkit {batchkit.__version__}\n"
 
 
+SHELL = """
+import sys
+from unit import cli_rig
+from batchkit import ChunkedPrefillScheduler, Engine, PagedAllocator, cli
+cli.make_engine = lambda args: Engine(
+    cli_rig.Runner(), ChunkedPrefillScheduler(PagedAllocator(64, 4)), tokenizer=cli_rig.Letters()
+)
+sys.exit(cli.main())
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize(
+    ("redirected", "code", "num_records", "message"),
+    [
+        ("- -o - <&-", 1, 0, "batchkit: cannot read stdin: it is closed\n"),
+        ("in.jsonl -o - >&-", 1, 0, "batchkit: cannot write stdout: it is closed\n"),
+        ("in.jsonl -o out.jsonl >&-", 0, 0, ""),
+        ("in.jsonl -o - 2>&-", 0, 2, ""),
+        ("- -o - <in.jsonl", 0, 2, ""),
+        ("in.jsonl -o - --quiet >/dev/full", 1, 0, "No space left on device\n"),
+        ("in.jsonl --dry-run >/dev/full", 1, 0, "batchkit: [Errno 28] No space left on device\n"),
+        ("in.jsonl --dry-run | gone", 1, 0, "batchkit: nobody reads the output any more\n"),
+        ("in.jsonl -o - --quiet | gone", 1, 0, "batchkit: nobody reads the output any more\n"),
+    ],
+)
+def test_streams_that_are_closed_or_full(redirected, code, num_records, message, tmp_path):
+    (tmp_path / "in.jsonl").write_bytes(jsonl([prompt(), prompt()]))
+    options, gone, _ = redirected.partition("| gone")
+    reading, writing = os.pipe()
+    os.close(reading)
+    script = f'"{sys.executable}" -c "$SHELL_CODE" generate --model toy {options}'
+    environment = {**os.environ, "SHELL_CODE": SHELL, "PYTHONUNBUFFERED": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        ["sh", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        stdout=writing if gone else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    os.close(writing)
+    assert done.returncode == code, done
+    records = [json.loads(line) for line in (done.stdout or "").splitlines()]
+    assert len(records) == num_records
+    assert done.stderr.endswith(message) and "Traceback" not in done.stderr and "ignored" not in done.stderr
+
+
 def test_importing_it_imports_no_torch():
     code = "import sys, batchkit.cli; print(sorted({'torch', 'transformers', 'numpy', 'tqdm'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)

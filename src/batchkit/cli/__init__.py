@@ -14,6 +14,7 @@ Records and reports go to the output, everything else to stderr. One file in a f
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -30,17 +31,39 @@ __all__ = ["SCHEDULERS", "main", "make_engine"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; ``sys.argv[1:]`` by default. Returns the exit code; wrong usage raises SystemExit(2)."""
+    if sys.stderr is None:  # closed; `print` would take stdout in its place, among the records
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     args = parse(argv)
     try:
-        if args.command == "generate":
-            return generate(args, make_engine)
-        return doctor(args) if args.command == "doctor" else env()
+        code = _run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except (NotDone, OSError) as error:  # OSError: of closing a file on a disk that is full
-        print(f"batchkit: {error}", file=sys.stderr)
-        return NOT_DONE
+        gone = isinstance(error, BrokenPipeError)
+        print(f"batchkit: {'nobody reads the output any more' if gone else error}", file=sys.stderr)
+        code = NOT_DONE
     except KeyboardInterrupt:
         print("batchkit: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        code = INTERRUPTED
+    _give_up_stdout()
+    return code
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.command == "generate":
+        return generate(args, make_engine)
+    return doctor(args) if args.command == "doctor" else env()
+
+
+def _give_up_stdout() -> None:
+    """Keep the interpreter from writing once more, on its way out, what could not be written."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 def make_engine(args: argparse.Namespace) -> Engine:

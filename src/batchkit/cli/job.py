@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import time
 from collections import Counter
@@ -66,7 +65,6 @@ def generate(args: argparse.Namespace, make_engine: Callable[[argparse.Namespace
         try:
             job.run()
         except BrokenPipeError:
-            _forget_stdout(args)
             raise NotDone("nobody reads the output any more") from None
         except (EngineFailed, SchedulerStalled, OSError, NotDone) as error:
             raise NotDone(f"stopped after {job.num_rows} rows were read: {one_line(error)}") from None
@@ -212,13 +210,6 @@ def _print_figures(stats: EngineStats, job: Job, seconds: float) -> None:
         lines.insert(1, ("prompts cut", f"{job.num_cut:,}"))
     for name, text in lines:
         print(f"{name:<18}{text}", file=sys.stderr)
-
-
-def _forget_stdout(args: argparse.Namespace) -> None:
-    """Keep the interpreter from flushing into a pipe without a reader once more."""
-    if args.output == "-":
-        with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), sys.stdout.fileno())
 
 
 class _OneLine(logging.Formatter):

@@ -147,6 +147,8 @@ def open_input(path: str, stack: ExitStack, *, limit: int | None = None) -> Line
 
 
 def _stdin() -> BinaryIO:
+    if sys.stdin is None:
+        raise NotDone("cannot read stdin: it is closed")
     try:
         # A buffer of its own: the reading thread may still hold its lock when the interpreter flushes the usual one.
         return open(sys.stdin.fileno(), "rb", closefd=False)

@@ -91,6 +91,8 @@ def check_output(path: str, source: str, *, overwrite: bool) -> None:
         NotDone: something is.
     """
     if path == "-":
+        if sys.stdout is None:
+            raise NotDone("cannot write stdout: it is closed")
         return
     target = Path(path)
     if target.exists() and source != "-" and os.path.samefile(target, source):
