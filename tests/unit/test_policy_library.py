@@ -167,7 +167,7 @@ def test_an_argument_that_is_no_number_is_refused_at_once(policy, name, value):
 
 @everywhere
 def test_requests_that_have_gone_leave_nothing_behind(policy):
-    args = {FairScheduler: {"max_idle_tenants": 10}, FeedbackScheduler: {"promote_after_s": 1.0}}
+    args = {FairScheduler: {"max_idle_tenants": 10}, FeedbackScheduler: {"promote_after_s": 1e9}}
     rig = Rig(policy, blocks=24, seats=4, **args.get(policy, {}))
     rng = random.Random(0)
     gc.collect()
@@ -461,6 +461,22 @@ def test_a_tenant_whose_waiting_requests_were_aborted_is_lifted_too():
     rig.add("back", 4, metadata={"tenant": "b"})
     rig.step()
     assert rig.scheduler.counters["b"] == rig.scheduler.counters["a"] > 40
+
+
+def test_nobody_starts_below_a_tenant_all_of_whose_waiting_requests_were_aborted():
+    rig = Rig(FairScheduler, seats=2, model_len=256, blocks=200)
+    rig.add("early", 4, max_tokens=200, metadata={"tenant": "idle since"}, length_hint=1)
+    rig.step()
+    names = [rig.add(str(number), 4, max_tokens=5, metadata={"tenant": "a"}) for number in range(200)]
+    for _ in range(60):
+        rig.step()
+    served = rig.scheduler.counters["a"]
+    for name in names:
+        rig.engine.abort(name)
+    rig.step()
+    rig.add("new", 4, metadata={"tenant": "b"})
+    rig.step()
+    assert rig.scheduler.counters["b"] - 4 >= served > 100
 
 
 def test_requests_without_a_tenant_share_one():

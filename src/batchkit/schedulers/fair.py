@@ -167,6 +167,8 @@ class FairScheduler(ChunkedPrefillScheduler):
             tenant: [entry for entry in queue if entry[1].status is Status.WAITING]
             for tenant, queue in self._queues.items()
         }
+        if self._queues and not any(waiting.values()):  # as if they had left one by one: nobody starts below them
+            self._last = min(self._queues, key=self.counters.__getitem__)
         self._queues = {tenant: queue for tenant, queue in waiting.items() if queue}
         for queue in self._queues.values():
             heapify(queue)

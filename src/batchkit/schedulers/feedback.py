@@ -18,6 +18,9 @@ from ._ranked import RankedScheduler
 __all__ = ["FeedbackScheduler"]
 
 
+_SLACK = 64  # notes of sequences that wait no more, beyond as many as wait, before they are swept out
+
+
 class FeedbackScheduler(RankedScheduler):
     """Serves who has had little service first, so that short requests pass long ones without a guess of any length.
 
@@ -98,8 +101,17 @@ class FeedbackScheduler(RankedScheduler):
             if self.promote_after_s < math.inf:
                 self._since.append((now, seq, seq.num_preemptions))
         while self._since and self._since[0][0] + self.promote_after_s <= now:
-            _, seq, num_preemptions = self._since.popleft()
-            if seq.status is Status.WAITING and seq.num_preemptions == num_preemptions:
+            entry = self._since.popleft()
+            if _waits_still(entry):
+                seq = entry[1]
                 self._promoted.set(seq, len(seq.output))
                 self._queue.push(seq)
+        if len(self._since) > 2 * len(self.waiting) + _SLACK:
+            self._since = deque(filter(_waits_still, self._since))
         return self._queue
+
+
+def _waits_still(entry: tuple[float, Sequence, int]) -> bool:
+    """Whether a sequence has not been admitted since it was noted."""
+    _, seq, num_preemptions = entry
+    return seq.status is Status.WAITING and seq.num_preemptions == num_preemptions
