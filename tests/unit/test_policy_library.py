@@ -725,6 +725,28 @@ def test_the_head_is_passed_as_often_as_allowed_and_no_oftener(max_skips, seed):
     assert rig.engine.stats().num_preemptions  # heads were pushed back by preempted ones and came again
 
 
+@pytest.mark.parametrize("max_skips", [1, 4, 16])
+def test_who_has_been_the_head_keeps_the_bound_when_preempted_ones_stand_before_it(max_skips):
+    rig = Rig(SkipAheadScheduler, blocks=24, seats=8, max_skips=max_skips)
+    rng = random.Random(3)
+    skips, heads, added = Counter(), set(), 0
+    while added < 600 or rig.engine.has_unfinished():
+        while len(rig.scheduler.waiting) < 12 and added < 600:
+            added += 1
+            size = rng.randint(40, 60) if rng.random() < 0.1 else rng.randint(1, 12)
+            rig.engine.add_request([added] * size, SamplingParams(max_tokens=rng.randint(1, 30), temperature=0))
+        queue = list(rig.scheduler.waiting)
+        heads.update(seq.id for seq in queue[:1])
+        rig.engine.step()
+        num_admitted = 0
+        for seq in reversed(queue):
+            if seq.status is not Status.WAITING:
+                num_admitted += 1
+            elif seq.id in heads:
+                skips[seq.id] += num_admitted
+    assert max(skips.values()) == max_skips
+
+
 def test_without_skips_it_is_first_come_first_served():
     histories = []
     for policy, args in ((SkipAheadScheduler, {"max_skips": 0}), (ChunkedPrefillScheduler, {})):

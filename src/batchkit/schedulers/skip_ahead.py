@@ -29,8 +29,8 @@ class SkipAheadScheduler(ChunkedPrefillScheduler):
     A step costs `window` tries at most, however many wait.
 
     Args:
-        max_skips: how many requests may pass one while it is the head of the queue, all told. 0: first come first
-            served.
+        max_skips: how many requests may pass one from the time on that it has become the head of the queue, all told,
+            also while a preempted one stands before it. 0: first come first served.
         window: how many behind the head are tried in a step.
     """
 
@@ -50,6 +50,13 @@ class SkipAheadScheduler(ChunkedPrefillScheduler):
         self._skips: PerSequence[int] = PerSequence()  # kept: a head may be pushed back, or preempted, and come again
 
     @override
+    def schedule(self, step: Step) -> None:
+        head = next(iter(self.order(step.now)), None)
+        if head is not None:  # also if one that is preempted in this step comes to stand before it
+            self._skips.set(head, self._skips.get(head, 0))
+        super().schedule(step)
+
+    @override
     def _join(self, step: Step) -> None:
         waiting = iter(self.order(step.now))
         for head in waiting:
@@ -59,11 +66,18 @@ class SkipAheadScheduler(ChunkedPrefillScheduler):
                 break
 
     def _let_pass(self, step: Step, head: Sequence, behind: Iterable[Sequence]) -> None:
+        # Whoever has been the head keeps its bound when those that passed it are preempted and come to stand before it.
+        passed = [head]
+        most = self._skips.get(head, 0)
         for seq in behind:
-            skips = self._skips.get(head, 0)
-            if skips >= self.max_skips:
+            if most >= self.max_skips:
                 break
             if step.run(seq, reserve=seq.num_tokens):
-                self._skips.set(head, skips + 1)
+                most += 1
+                for other in passed:
+                    self._skips.set(other, self._skips.get(other, 0) + 1)
             elif step.refused is not Refusal.BLOCKS:
                 break
+            elif (skips := self._skips.get(seq, -1)) >= 0:
+                passed.append(seq)
+                most = max(most, skips)
