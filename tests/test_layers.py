@@ -23,6 +23,7 @@ ROWS: dict[str, int] = {
     "batchkit.errors": 0,
     "batchkit.types": 0,
     "batchkit.clocks": 0,
+    "batchkit.sizes": 0,
     "batchkit.sequence": 1,
     "batchkit.queues": 1,
     "batchkit.allocators": 1,

@@ -141,7 +141,7 @@ class Intake:
         if self._tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer, and this engine has none; give token ids")
         try:
-            return tuple(self._tokenizer.encode(text))
+            return tuple(map(operator.index, self._tokenizer.encode(text)))
         except Exception as fault:
             raise RequestError(f"the tokenizer cannot encode the prompt: {named(fault)}") from fault
 
@@ -154,7 +154,7 @@ class Intake:
             what = "this engine has no tokenizer" if self._tokenizer is None else "this tokenizer has none"
             raise RequestError(f"messages need a tokenizer with a chat template, and {what}; give text or token ids")
         try:
-            return tuple(apply(messages, **kwargs))
+            return tuple(map(operator.index, apply(messages, **kwargs)))
         except Exception as fault:
             raise RequestError(f"the chat template cannot be applied: {named(fault)}") from fault
 

@@ -24,6 +24,8 @@ WRONG = {
     "no window": ([*ALL, "--window", "0"], "argument --window"),
     "limit": ([*ALL, "--limit", "-1"], "argument --limit"),
     "two sizes": ([*ALL, "--kv-memory", "1GiB", "--num-kv-blocks", "8"], "not allowed with argument --kv-memory"),
+    "size": ([*ALL, "--kv-memory", "much"], "kv_memory must be a number of bytes or text such as"),
+    "size of the host's": ([*ALL, "--swap-memory", "0"], "swap_memory must be at least 1 byte, got '0'"),
     "temperature": ([*ALL, "--temperature", "-1"], "temperature must be finite and at least 0, got -1.0"),
     "temperature NaN": ([*ALL, "--temperature", "nan"], "temperature must be a number, got NaN"),
     "max_tokens": ([*ALL, "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),

@@ -76,6 +76,22 @@ def test_what_cannot_be_taken(messages, kwargs, message: str) -> None:
     assert r.state() == before
 
 
+@pytest.mark.parametrize("given", ["text", {"input_ids": [1]}, [[1, 2]], [1.5], None, 5])
+@pytest.mark.parametrize("prompt", [HELLO, "ab"])
+def test_a_tokenizer_that_gives_no_token_ids(prompt, given) -> None:
+    class Odd(Chat):
+        def encode(self, text):
+            return given
+
+        def apply_chat_template(self, messages, **kwargs):
+            return given
+
+    engine = Rig(OrcaScheduler, vocab=9, tokenizer=Odd()).engine
+    outputs = engine.generate([[1], prompt], PARAMS, on_error="return")
+    assert outputs[0].error is None
+    assert (outputs[1].error or "").startswith(("the chat template cannot be applied: TypeErr", "the tokenizer cannot"))
+
+
 def test_encode_is_what_a_request_gets() -> None:
     engine = rig().engine
     for prompt in (HELLO, "ab", [1, 2]):

@@ -12,7 +12,8 @@ import torch
 import batchkit.hf.kv_pool as kv_pool
 from batchkit.errors import OutOfKVMemory
 from batchkit.hf.backends.base import LayerSpec
-from batchkit.hf.kv_pool import KVPool, block_bytes, free_memory, num_blocks_for, parse_bytes
+from batchkit.hf.kv_pool import KVPool, block_bytes, free_memory, num_blocks_for
+from batchkit.sizes import parse_bytes
 from batchkit.types import BlockCopy
 
 CPU = torch.device("cpu")
@@ -41,6 +42,7 @@ EACH = 4 * 2 * (8 + 6) * 4 + 4 * 1 * (4 + 4) * 2  # bytes of a block of 4 tokens
         ("1TB", 10**12),
         ("1tib", 1 << 40),
         ("9B", 9),
+        ("1" + "0" * 400, 10**400),
     ],
 )
 def test_parse_bytes(text: int | str, size: int) -> None:

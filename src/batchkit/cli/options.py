@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar, get_args
 
 from typing_extensions import override
 
+from ..sizes import parse_bytes
 from ..types import SamplingParams
 from .fit import OnTooLong
 from .records import FIELDS
@@ -152,6 +153,9 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     }
     try:
         SamplingParams(**args.defaults)
+        for name in ("kv_memory", "swap_memory"):
+            if (size := getattr(args, name)) is not None:
+                parse_bytes(name, size)
         args.keep = _columns(args.keep)
         try_policy(
             args.scheduler,

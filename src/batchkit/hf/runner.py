@@ -10,12 +10,13 @@ from typing_extensions import override
 
 from ..errors import EngineClosed, RunnerOutOfMemory
 from ..runner import ModelRunner
+from ..sizes import parse_bytes
 from ..types import KVGeometry, RowResult, SamplerOutput
 from .attention import StepContext, bind
 from .backends import choose_backend
 from .backends.base import to_device
 from .batch import BatchBuilder
-from .kv_pool import KVPool, block_bytes, num_blocks_for, parse_bytes
+from .kv_pool import KVPool, block_bytes, num_blocks_for
 from .sampler import sample
 
 if TYPE_CHECKING:
