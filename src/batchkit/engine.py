@@ -37,6 +37,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import replace
+from numbers import Integral
 from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -189,6 +190,7 @@ class Engine:
 
     Raises:
         ValueError: the parts do not agree about the blocks, or serve another engine.
+        TypeError: a part is not what it should be.
         OSError: the trace cannot be written.
     """
 
@@ -211,6 +213,13 @@ class Engine:
                 f"{type(scheduler).__name__} was written for version {scheduler.api_version} of the scheduler "
                 f"interface, this is version {API_VERSION}"
             )
+        missing = [name for name in ("encode", "decode", "eos_token_id") if not hasattr(tokenizer, name)]
+        if tokenizer is not None and missing:
+            raise TypeError(f"tokenizer must be a Tokenizer, and {tokenizer!r} has no {' and no '.join(missing)}")
+        if clock is not None and not (callable(clock) and hasattr(clock, "sleep_until")):
+            raise TypeError(f"clock must be a Clock, which is called for the time and has sleep_until, got {clock!r}")
+        if on_step is not None and not callable(on_step):
+            raise TypeError(f"on_step must be a function of a StepReport, got {on_step!r}")
         _check_parts_agree(runner, scheduler)
         host = getattr(scheduler.preemption, "host", None)
         self._parts = [runner, scheduler, scheduler.allocator, *([host] if isinstance(host, BlockAllocator) else [])]
@@ -331,6 +340,8 @@ class Engine:
 
         if not (isinstance(scheduler, type) and issubclass(scheduler, Scheduler)):
             raise TypeError(f"scheduler must be a subclass of Scheduler, got {scheduler!r}")
+        if not (isinstance(allocator, type) and issubclass(allocator, BlockAllocator)):
+            raise TypeError(f"allocator must be a subclass of BlockAllocator, got {allocator!r}")
         runner = TransformersRunner(
             model,
             kv_memory=kv_memory,
@@ -851,7 +862,7 @@ class Engine:
             raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
         if window is None:
             window = max(1024, 4 * self._scheduler.max_num_seqs)
-        if isinstance(window, bool) or not isinstance(window, int):
+        if not _is_whole(window):
             raise TypeError(f"window must be a whole number, got {window!r}")
         if window < 1:
             raise ValueError(f"window must be at least 1, got {window}")
@@ -1049,6 +1060,10 @@ def _check_parts_agree(runner: ModelRunner, scheduler: Scheduler) -> None:
             f"the scheduler is in use: {allocator.num_blocks - allocator.num_free_blocks} blocks taken, "
             f"{len(scheduler.waiting)} sequences waiting, {len(scheduler.running)} running"
         )
+
+
+def _is_whole(number: object) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def _length(things: object) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 
 import pytest
 
@@ -393,6 +394,23 @@ def test_a_scheduler_class_instead_of_an_instance() -> None:
     with pytest.raises(TypeError, match="runner must be a ModelRunner, got None"):
         Engine(None, scheduler)
     Engine(runner, scheduler)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer": "gpt2"}, "tokenizer must be a Tokenizer, and 'gpt2' has no decode and no eos_token_id"),
+        ({"tokenizer": 5}, "5 has no encode and no decode and no eos_token_id"),
+        ({"clock": time.monotonic}, "clock must be a Clock, .* has sleep_until, got <built-in"),
+        ({"clock": 0.0}, r"clock must be a Clock, .* got 0\.0"),
+        ({"on_step": "print"}, "on_step must be a function of a StepReport, got 'print'"),
+    ],
+)
+def test_a_part_of_a_wrong_kind_is_refused_before_anything_runs(options, message: str) -> None:
+    runner, scheduler = parts()
+    with pytest.raises(TypeError, match=message):
+        Engine(runner, scheduler, **options)
+    Engine(runner, scheduler)  # neither was taken
 
 
 @pytest.mark.parametrize("shared", ["runner", "scheduler", "allocator", "host"])

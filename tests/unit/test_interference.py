@@ -68,7 +68,7 @@ def test_an_id_is_free_after_an_abort_from_another_thread():
 
 def test_an_engine_that_could_not_be_made_leaves_its_parts_free():
     runner, scheduler = SimulatedRunner(GEOMETRY), ChunkedPrefillScheduler(PagedAllocator(16, 4))
-    with pytest.raises(AttributeError):
+    with pytest.raises(TypeError, match="tokenizer"):
         Engine(runner, scheduler, tokenizer=object())
     Engine(runner, scheduler)
 
