@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from unit.cli_rig import LETTERS, prompt
+from unit.cli_rig import LETTERS, Letters, prompt
 
 
 def report(capsys):
@@ -68,3 +68,14 @@ def test_an_output_may_be_named_and_is_left_alone(command, capsys):
 def test_a_file_without_a_good_row(command, capsys):
     assert command(["?"], "--dry-run")[0] == 3
     assert report(capsys)[0]["prompt tokens"] == "none"
+
+
+def test_an_error_of_several_lines_is_one(command, capsys):
+    class Verbose(Letters):
+        def encode(self, text):
+            raise ValueError("no\n\n  such\nletter")
+
+    code, _ = command([prompt()], "--dry-run", tokenizer=Verbose)
+    assert code == 3
+    shown = capsys.readouterr().err
+    assert shown == "batchkit: line 1: the tokenizer cannot encode the prompt: ValueError: no such letter\n"

@@ -102,7 +102,7 @@ def dry_run(engine: Engine, lines: Lines, reader: RowReader, args: argparse.Name
     ):
         print(f"{name:<18}{text}")
     for fault in faults:
-        print(f"batchkit: {fault}", file=sys.stderr)
+        print(f"batchkit: {' '.join(fault.split())}", file=sys.stderr)  # a tokenizer's error may have several lines
     if (num_more := num_bad + num_long - len(faults)) > 0:
         print(f"batchkit: and {num_more:,} more", file=sys.stderr)
     return bool(num_bad or num_long)
