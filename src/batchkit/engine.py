@@ -29,6 +29,8 @@ What happens when something fails:
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import logging
 import os
 import threading
@@ -58,7 +60,7 @@ from .errors import (
 from .intake import Intake, Prompt, named
 from .preemption import Swap
 from .runner import ModelRunner
-from .scheduler import API_VERSION, Scheduler
+from .scheduler import API_VERSION, Scheduler, argument_names
 from .schedulers import ChunkedPrefillScheduler
 from .sequence import Sequence, Status
 from .stopping import advance
@@ -205,7 +207,9 @@ class Engine:
         trace: str | os.PathLike[str] | None = None,
     ) -> None:
         if not isinstance(runner, ModelRunner):
-            raise TypeError(f"runner must be a ModelRunner, got {runner!r}")
+            raise TypeError(
+                f"runner must be a ModelRunner, got {type(runner).__name__}; Engine.from_model takes a model"
+            )
         if not isinstance(scheduler, Scheduler):
             raise TypeError(f"scheduler must be an instance of a Scheduler subclass, got {scheduler!r}")
         if scheduler.api_version != API_VERSION:
@@ -339,9 +343,10 @@ class Engine:
         from .hf.tokenizer import as_tokenizer
 
         if not (isinstance(scheduler, type) and issubclass(scheduler, Scheduler)):
-            raise TypeError(f"scheduler must be a subclass of Scheduler, got {scheduler!r}")
+            raise TypeError(f"scheduler must be a class, such as PagedScheduler, got {scheduler!r}")
         if not (isinstance(allocator, type) and issubclass(allocator, BlockAllocator)):
             raise TypeError(f"allocator must be a subclass of BlockAllocator, got {allocator!r}")
+        _check_arguments(scheduler, scheduler_args)
         runner = TransformersRunner(
             model,
             kv_memory=kv_memory,
@@ -853,10 +858,11 @@ class Engine:
         Args, and what it raises: as `generate`. `PromptsFailed.outputs` is empty, since everything has been given.
         """
         if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
-            raise TypeError(f"this takes many prompts, got {type(prompts).__name__}; for a single one, [prompt]")
+            way_out = "give its input_ids" if _has_input_ids(prompts) else "for a single one, [prompt]"
+            raise TypeError(f"this takes many prompts, got {type(prompts).__name__}; {way_out}")
         if (given := _length(params)) is not None and (count := _length(prompts)) is not None and given != count:
             raise ValueError(f"{count} prompts, but {given} params")
-        if not isinstance(params, (SamplingParams, Iterable, NoneType)):
+        if isinstance(params, Mapping) or not isinstance(params, (SamplingParams, Iterable, NoneType)):
             raise TypeError(f"params must be SamplingParams, or one for each prompt, got {params!r}")
         if on_error not in get_args(OnError):
             raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
@@ -1066,8 +1072,28 @@ def _is_whole(number: object) -> bool:
     return isinstance(number, Integral) and not isinstance(number, bool)
 
 
+def _check_arguments(scheduler: type[Scheduler], given: Mapping[str, object]) -> None:
+    """Refuse what neither `Engine.from_model` nor the policy takes, before anything is made."""
+    if not scheduler.__module__.startswith(f"{__package__}."):
+        return  # a class of the user's own may take what it does not name
+    known = argument_names(scheduler)
+    for name in given:
+        if name not in known or name in ("allocator", "preemption"):
+            mine = [*inspect.signature(Engine.from_model).parameters, "device", "dtype"]
+            near = [other for other in difflib.get_close_matches(name, [*known, *mine]) if other != name]
+            raise TypeError(
+                f"neither the engine nor {scheduler.__name__} takes an argument {name!r}"
+                + (f"; is it {near[0]}?" if near else "")
+            )
+
+
 def _length(things: object) -> int | None:
     return len(things) if isinstance(things, Sized) else None
+
+
+def _has_input_ids(prompts: object) -> bool:
+    """Whether it is what a tokenizer of transformers returns."""
+    return isinstance(prompts, Mapping) and "input_ids" in prompts
 
 
 def _pairs(

@@ -180,7 +180,8 @@ class Intake:
             raise RequestTooLong(
                 f"a prompt of {num_prompt} tokens and {asked if asked is not None else 'at least 1'} to generate "
                 f"can never run: the model takes {length} tokens in all, and the KV cache {slots} ({pool}) without "
-                f"the last one generated, which leaves room to generate {max(0, most)}"
+                f"the last one generated, which leaves room to generate {max(0, most)}; "
+                + ("the model's length binds" if length <= slots else "a larger KV cache would take more")
             )
         if asked is None and params.min_tokens > most:
             raise RequestTooLong(

@@ -23,6 +23,7 @@ Asserted in `Scheduler.next_step`: with live work, a step has a row or a time to
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -266,6 +267,19 @@ class Step:
         if not math.isfinite(t):
             raise PolicyError(f"cannot wait until {t}")
         self._wait_until = t
+
+
+def argument_names(policy: type[Scheduler]) -> list[str]:
+    """The keyword arguments that a scheduler's class takes, those that it hands on to its bases among them."""
+    names: list[str] = []
+    for base in policy.__mro__:
+        if "__init__" not in base.__dict__:
+            continue
+        parameters = list(inspect.signature(base.__dict__["__init__"]).parameters.values())[1:]
+        names += [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return list(dict.fromkeys(names))
 
 
 _FINAL = (

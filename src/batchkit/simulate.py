@@ -341,6 +341,9 @@ def simulate(engine: _Engine, records: Iterable[WorkloadRecord], *, seed: int = 
 
     Returns:
         The final outputs, in the order of `records`.
+
+    Raises:
+        ValueError: a record says ``output_tokens``, and the runner does not heed it.
     """
     clock, vocab_size = engine.clock, engine.geometry.vocab_size
     start = clock()
@@ -371,9 +374,19 @@ def simulate(engine: _Engine, records: Iterable[WorkloadRecord], *, seed: int = 
             continue
         for output in engine.step():
             if output.finished:
-                results[indices.pop(output.request_id)] = output
+                index = indices.pop(output.request_id)
+                _check_length(todo[index][0], output)
+                results[index] = output
         engine.wait(arrival)
     return [results[index] for index in range(len(todo))]
+
+
+def _check_length(record: WorkloadRecord, output: RequestOutput) -> None:
+    wanted, given = record.output_tokens, output.outputs[0].num_tokens
+    if wanted is not None and given != wanted and output.finish_reason in ("stop", "length"):
+        raise ValueError(
+            f"a record has output_tokens={wanted}, and the request gave {given}: put TrueLengths around the runner"
+        )
 
 
 def _prompt(record: WorkloadRecord, rng: random.Random, vocab_size: int) -> Sequence[int]:

@@ -224,7 +224,11 @@ def test_what_they_start_from_is_sound():
     check_scheduler(Sound, num_workloads=10, max_wait_steps=100)
 
 
-@pytest.mark.parametrize("make", BROKEN, ids=lambda make: make.__name__)
+# It takes as many steps as a workload may take.
+SLOW = {PreemptsForEver: pytest.mark.slow}
+
+
+@pytest.mark.parametrize("make", [pytest.param(m, marks=SLOW.get(m, ()), id=m.__name__) for m in BROKEN])
 def test_a_broken_scheduler_is_caught(make):
     with pytest.raises(ConformanceError) as caught:
         check_scheduler(make)
@@ -456,3 +460,8 @@ def test_a_broken_runner_is_caught(make):
 def test_a_runner_that_loses_swapped_blocks_is_caught():
     with pytest.raises(AssertionError, match="reads position"):
         check_runner(lambda: SwapsNothingOut(GEOMETRY))
+
+
+def test_a_scheduler_in_place_of_its_class():
+    with pytest.raises(TypeError, match="give the class, Sound"):
+        check_scheduler(Sound(PagedAllocator(4, 4)))

@@ -102,7 +102,7 @@ REQUESTS = [
     ([5, -1], {}, RequestError, "prompt token id -1 .* 100"),
     ([1], {"params": params(stop_token_ids=[100])}, RequestError, "stop token id 100 .* 100"),
     ([1], {"params": params(stop_token_ids=[-1])}, RequestError, "stop token id -1 .* 100"),
-    ([1] * 33, {}, RequestTooLong, r"prompt of 33 tokens .* 48 .* 32 \(8 blocks of 4 tokens\)"),
+    ([1] * 33, {}, RequestTooLong, r"prompt of 33 .* 48 .* 32 \(8 blocks of 4 tokens\).* larger KV cache"),
     ([1] * 30, {"params": params(max_tokens=4)}, RequestTooLong, "30 tokens and 4 .* generate 3"),
     ([1] * 47, {"params": params(max_tokens=2)}, RequestTooLong, "47 tokens and 2"),
     ([1] * 30, {"params": SamplingParams(min_tokens=4)}, RequestTooLong, "min_tokens is 4.* 30 .* room for 3"),
@@ -207,7 +207,8 @@ def test_an_empty_text() -> None:
         ([[1], 5], {}, TypeError, "prompt 1: a prompt is text"),
         ([1, 2, 3], {}, TypeError, "prompt 0: a prompt is text, .* got int"),
         ([{"role": "user", "content": "Hi"}], {}, TypeError, "prompt 0: a conversation is a list of messages"),
-        ([[1]], {"params": {"max_tokens": 3}}, TypeError, "prompt 0: params must be SamplingParams"),
+        ([[1]], {"params": {"max_tokens": 3}}, TypeError, "params must be SamplingParams, .* got {'max_tokens': 3}"),
+        ({"input_ids": [[1]]}, {}, TypeError, "this takes many prompts, got dict; give its input_ids"),
         ([[1]], {"params": 3}, TypeError, "params must be SamplingParams, or one for each prompt, got 3"),
     ],
 )

@@ -19,9 +19,11 @@ from batchkit import (
     SamplingParams,
     SimulatedRunner,
     Swap,
+    TrueLengths,
     UnsupportedModel,
     VirtualClock,
     WorkloadRecord,
+    simulate,
 )
 
 GEOMETRY = KVGeometry(num_blocks=16, block_size=4, max_model_len=64, vocab_size=256)
@@ -108,6 +110,18 @@ def test_a_workload_without_a_time_is_refused():
     for arrival in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="arrival must be a time in seconds"):
             WorkloadRecord(prompt=3, max_tokens=2, arrival=arrival)
+
+
+def test_a_workload_whose_true_lengths_nobody_heeds_is_refused():
+    records = [WorkloadRecord(prompt=[1, 2], max_tokens=9, output_tokens=3)]
+    for wrap in (TrueLengths, lambda runner: runner):
+        geometry = KVGeometry(num_blocks=16, block_size=4, max_model_len=64, vocab_size=100, eos_token_ids=(2,))
+        engine = Engine(wrap(SimulatedRunner(geometry)), OrcaScheduler(PagedAllocator(16, 4)))
+        if wrap is TrueLengths:
+            assert len(simulate(engine, records)[0].token_ids) == 3
+        else:
+            with pytest.raises(ValueError, match="output_tokens=3, and the request gave 9: put TrueLengths around"):
+                simulate(engine, records)
 
 
 def test_exceptions_survive_pickling():

@@ -6,9 +6,11 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import logging
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,8 +18,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import batchkit.hf.kv_pool as kv_pool
+import batchkit.hf.loading as loading
+from batchkit import Engine, PagedAllocator, PagedScheduler
 from batchkit.errors import EngineClosed, OutOfKVMemory, RunnerOutOfMemory
 from batchkit.hf.backends.reference import ReferenceBackend
+from batchkit.hf.loading import load_weights
 from batchkit.hf.runner import TransformersRunner, eos_token_ids, model_len
 from batchkit.types import BlockCopy, Request, SamplingParams, ScheduledSequence, SchedulerOutput
 
@@ -406,13 +411,13 @@ class TestLoading:
         return where
 
     def test_loads(self, folder: str, capfd: pytest.CaptureFixture[str]) -> None:
-        from transformers.utils import logging
+        from transformers.utils import logging as their_logging
 
         from batchkit.hf import HFTokenizer, load_model
 
-        before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        before = their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()
         model, tokenizer = load_model(folder, device="cpu")
-        assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+        assert (their_logging.get_verbosity(), their_logging.is_progress_bar_enabled()) == before
         assert capfd.readouterr() == ("", "")
         assert model.dtype == torch.bfloat16 and not model.training
         assert isinstance(tokenizer, HFTokenizer) and tokenizer.encode("hello world") == [3, 4]
@@ -430,3 +435,58 @@ class TestLoading:
 
         with pytest.raises(OSError, match="nowhere"):
             load_model(f"{tmp_path}/nowhere", device="cpu")
+
+    def test_a_folder_that_is_not_there_is_no_name_on_the_hub(self, tmp_path: Path) -> None:
+        for name in (str(tmp_path / "nowhere"), "./nowhere", tmp_path / "nowhere"):
+            with pytest.raises(FileNotFoundError, match=r"there is no folder .*nowhere"):
+                load_weights(name)
+
+    @pytest.mark.parametrize("dtype", ["fp32", "nn", ""])
+    def test_a_dtype_that_is_none(self, dtype: str) -> None:
+        with pytest.raises(ValueError, match=f"such as \"float32\", got '{dtype}'"):
+            load_weights("name/on-the-hub", dtype=dtype)
+
+    @pytest.mark.parametrize("has_units", [True, False])
+    def test_half_precision_on_a_cpu_without_units_is_said(
+        self, has_units: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(loading, "_has_half_units", lambda: has_units)
+        tiny().save_pretrained(tmp_path)
+        with caplog.at_level(logging.WARNING, logger="batchkit"):
+            load_weights(tmp_path, device="cpu")
+            assert not caplog.records
+            load_weights(tmp_path, device="cpu", dtype="bfloat16")
+        assert len(caplog.records) == (not has_units)
+        assert has_units or "bfloat16 on a CPU that has no units for it" in caplog.records[0].message
+
+
+def test_arguments_that_nobody_takes_are_named_before_anything_is_made() -> None:
+    class Own(PagedScheduler):
+        def __init__(self, allocator: PagedAllocator, **options: object) -> None:
+            self.mine = options.pop("mine")
+            super().__init__(allocator, **options)
+
+    for name, near in (("max_seqs", "max_num_seqs"), ("kv_memry", "kv_memory"), ("watermark", "watermark_blocks")):
+        with pytest.raises(TypeError, match=f"nor PagedScheduler takes an argument '{name}'; is it {near}"):
+            Engine.from_model(object(), scheduler=PagedScheduler, **{name: 4})
+    with pytest.raises(TypeError, match="takes an argument 'preemption'"):
+        Engine.from_model(object(), preemption=None)
+    with Engine.from_model(tiny(), num_kv_blocks=8, scheduler=Own, mine=5) as engine:
+        assert engine.stats().scheduler == "Own"
+    with pytest.raises(TypeError, match="scheduler must be a class, such as PagedScheduler, got 'chunked'"):
+        Engine.from_model(object(), scheduler="chunked")
+    with pytest.raises(TypeError, match=r"got LlamaForCausalLM; Engine\.from_model takes a model"):
+        Engine(tiny(), PagedScheduler(PagedAllocator(8, 16)))
+
+
+def test_a_cache_beyond_the_memory_is_said(
+    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="batchkit"):
+        TransformersRunner(model, kv_memory="1MiB").close()
+        assert not caplog.records
+        monkeypatch.setattr(kv_pool, "free_memory", lambda device: 1000)
+        for size in ({"kv_memory": "1MiB"}, {"num_kv_blocks": 256}):
+            TransformersRunner(model, **size).close()
+    said = "the KV cache has 1,048,576 bytes on cpu, where 1,000 are free"
+    assert [record.message for record in caplog.records] == [said, said]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from ..types import BlockCopy
     from .backends.base import LayerSpec
+
+logger = logging.getLogger("batchkit")
 
 __all__ = ["KVPool", "block_bytes", "free_memory", "num_blocks_for"]
 
@@ -109,13 +112,14 @@ def num_blocks_for(
     """
     if kv_memory is not None and num_kv_blocks is not None:
         raise ValueError(f"give kv_memory or num_kv_blocks, not both (got {kv_memory!r} and {num_kv_blocks!r})")
+    sizes = block_bytes(layers, block_size)
     if num_kv_blocks is not None:
         if isinstance(num_kv_blocks, bool) or not isinstance(num_kv_blocks, int):
             raise TypeError(f"num_kv_blocks must be an integer, got {num_kv_blocks!r}")
         if num_kv_blocks < 1:
             raise ValueError(f"num_kv_blocks must be at least 1, got {num_kv_blocks}")
+        _warn_if_beyond(sizes, num_kv_blocks)
         return num_kv_blocks
-    sizes = block_bytes(layers, block_size)
     each = sum(sizes.values())
     if kv_memory is not None:
         given = parse_bytes("kv_memory", kv_memory)
@@ -123,6 +127,7 @@ def num_blocks_for(
             raise OutOfKVMemory(
                 f"kv_memory is {given:,} bytes, but one KV block of {block_size} tokens takes {each:,} bytes"
             )
+        _warn_if_beyond(sizes, given // each)
         return given // each
     count = max_blocks
     for device, size in sizes.items():
@@ -136,6 +141,16 @@ def num_blocks_for(
             )
         count = min(count, free // 2 // size)
     return count
+
+
+def _warn_if_beyond(sizes: dict[torch.device, int], count: int) -> None:
+    """A cache that is larger than the memory is taken as it is asked for, and fails later, when it is written."""
+    for device, size in sizes.items():
+        free = free_memory(device)
+        if free is not None and count * size > free:
+            logger.warning(
+                "the KV cache has %s bytes on %s, where %s are free", f"{count * size:,}", device, f"{free:,}"
+            )
 
 
 class KVPool:

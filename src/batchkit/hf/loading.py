@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import platform
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from os import PathLike
 
     import torch
     from transformers import PreTrainedModel
@@ -16,9 +19,11 @@ if TYPE_CHECKING:
 
 __all__ = ["default_device", "load_model", "load_weights"]
 
+logger = logging.getLogger("batchkit")
+
 
 def load_model(
-    name_or_path: str | PathLike[str], *, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
+    name_or_path: str | os.PathLike[str], *, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
 ) -> tuple[PreTrainedModel, HFTokenizer]:
     """Load a causal language model in eval mode, and its tokenizer.
 
@@ -32,25 +37,48 @@ def load_model(
 
     Raises:
         OSError: there is no such model.
-        ValueError: not a causal language model.
+        ValueError: not a causal language model, or no such dtype.
     """
     from transformers import AutoTokenizer
 
     from .tokenizer import HFTokenizer
 
     model = load_weights(name_or_path, device=device, dtype=dtype)
-    return model, HFTokenizer(AutoTokenizer.from_pretrained(name_or_path))
+    return model, HFTokenizer(AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path)))
 
 
 def load_weights(
-    name_or_path: str | PathLike[str], *, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
+    name_or_path: str | os.PathLike[str], *, device: str | torch.device | None = None, dtype: str | torch.dtype = "auto"
 ) -> PreTrainedModel:
     """The model of `load_model` without a tokenizer; arguments and errors are the same."""
+    import torch
     from transformers import AutoModelForCausalLM
 
+    path = os.path.expanduser(name_or_path)
+    if (os.path.isabs(path) or path.startswith(".")) and not os.path.isdir(path):
+        raise FileNotFoundError(f"there is no folder {name_or_path}")  # and not a name on the hub
+    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f'dtype must be "auto", or the name of a torch dtype such as "float32", got {dtype!r}')
     with _no_progress_bar():
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name_or_path, dtype=dtype)
-    return model.to(default_device() if device is None else device).eval()
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    model = model.to(default_device() if device is None else device).eval()
+    if model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16) and not _has_half_units():
+        logger.warning(
+            '%s on a CPU that has no units for it is several times slower than float32: dtype="float32" is faster',
+            str(model.dtype).removeprefix("torch."),
+        )
+    return model
+
+
+def _has_half_units() -> bool:
+    """Whether this CPU multiplies matrices in bfloat16 natively; True where it does not say."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return True
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def default_device() -> str:

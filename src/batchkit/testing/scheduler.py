@@ -56,6 +56,8 @@ def check_scheduler(
         ConformanceError: the rule and the step in one sentence, what happened in another, and below them the sequences
             that show it.
     """
+    if isinstance(make, Scheduler):
+        raise TypeError(f"check_scheduler makes many schedulers: give the class, {type(make).__name__}")
     name = getattr(make, "__name__", "the scheduler")
     for number in range(num_workloads):
         rng = random.Random(f"{seed}/{number}")
