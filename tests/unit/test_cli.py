@@ -41,6 +41,20 @@ def test_an_error_names_the_row_by_its_own_id_where_it_has_one(command):
     assert records == [{"id": "mine", "error": "line 1: prompt must be text or a list of token ids, got 5"}]
 
 
+def test_the_first_faults_stand_under_the_figures(command, capsys):
+    rows = [prompt(), "?", prompt("!"), {"id": "x"}, prompt(top_p=3), prompt("\ud800"), "?", "?"]
+    code, _ = command(rows)
+    assert code == 3
+    lines = capsys.readouterr().err.splitlines()
+    faults = [line for line in lines if line.startswith("batchkit: ")]
+    assert lines[-6:] == faults
+    assert sorted(line.split()[2].rstrip(":") for line in faults[:5]) == ["2", "4", "5", "6", "7"]
+    assert faults[0].startswith("batchkit: line 2 is not JSON: ")
+    assert faults[5] == "batchkit: and 2 more"
+    assert command(rows[2:3], "--overwrite")[0] == 3
+    assert capsys.readouterr().err.splitlines()[-1] == "batchkit: line 1: the device is on fire"
+
+
 def test_bytes_that_are_not_utf8(command):
     code, records = command(jsonl([prompt()]) + b'{"prompt": "\xff"}\n' + jsonl([prompt()]))
     assert code == 3
@@ -60,6 +74,18 @@ def test_what_a_line_does_not_say_comes_from_the_options(command):
     code, records = command(rows, "--max-tokens", "5", "--temperature", "0", "--seed", "3")
     assert code == 0
     assert [record["usage"]["completion_tokens"] for record in records] == [5, 2, 5]
+
+
+def test_filters_and_stop_strings_come_from_the_options_too(command, capsys):
+    words = ["--max-tokens", "5", "--top-k", "1", "--top-p", "0.5", "--min-p", "0.1"]
+    rows = [{"prompt": "a"}, {"prompt": "a", "params": {"stop": ["zz"]}}]
+    _, (record, other) = command(rows, *words)
+    assert record["text"] == other["text"] and record["finish_reason"] == "length"
+    _, records = command(rows, *words, "--stop", "zz", "--stop", record["text"][2], "--overwrite")
+    assert [found["finish_reason"] for found in records] == ["stop", "length"]
+    assert records[0]["text"] == record["text"].partition(record["text"][2])[0]
+    args = cli.options.parse(["generate", "in", "-o", "out", "--model", "toy", *words, "--stop", "a", "--stop", "b"])
+    assert args.defaults == {"max_tokens": 5, "top_k": 1, "top_p": 0.5, "min_p": 0.1, "stop": ["a", "b"]}
 
 
 def test_empty_lines_marks_and_line_ends(command):
@@ -303,7 +329,7 @@ def test_ctrl_c_keeps_what_is_finished_in_whole_lines(command, capsys, target):
 
 
 def test_quiet_says_nothing(command, capsys):
-    code, _ = command([prompt(), "?"], "--quiet")
+    code, _ = command([prompt(), "?"], "--quiet", "--keep", "nothing")
     assert code == 3
     shown = capsys.readouterr()
     assert shown.out == shown.err == ""

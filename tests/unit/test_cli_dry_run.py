@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from unit.cli_rig import LETTERS, Letters, prompt
 
 
@@ -29,6 +31,7 @@ def test_it_computes_nothing_and_says_what_would_be(command, capsys):
         "bad rows": "0",
         "too long": "0",
         "prompt tokens": "min 1, mean 8.6, p50 3, p90 4, max 60, 86 in all",
+        "max_tokens": "4",
         "model length": "64 tokens of prompt and answer together",
         "scheduler": "OrcaScheduler, reserve=pow2",
         "seats": "8",
@@ -47,6 +50,30 @@ def test_it_names_bad_rows_and_those_that_are_too_long(command, capsys):
     lines = err.splitlines()
     assert [line.split(":")[1] for line in lines[:5]] == [f" line {n}" for n in ("2 is not JSON", 3, 4, 5, 6)]
     assert lines[5:] == ["batchkit: and 1 more"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ([4, 32, 8], "4 to 32"),
+        ([None, None, None], "none for 3 rows: up to 61 each"),
+        ([8, None], "8, none for 1 row: up to 61 each"),
+        ([64], "none"),
+    ],
+)
+def test_it_says_how_many_tokens_may_be_generated(command, capsys, limits, said):
+    command([prompt(max_tokens=limit) for limit in limits], "--dry-run", before=never)
+    assert report(capsys)[0]["max_tokens"] == said
+
+
+def test_it_names_columns_that_no_row_has(command, capsys):
+    rows = ["?", {"review_id": 1, **prompt()}, {"extra": 1, **prompt()}]
+    code, _ = command(rows[1:], "--dry-run", "--keep", "review_id,reviewid,extra", before=never)
+    assert code == 0
+    said = "batchkit: column 'reviewid' was in no row (there are: 'review_id', 'prompt', 'params')\n"
+    assert report(capsys)[1] == said
+    assert command(rows[:1], "--dry-run", "--keep", "reviewid")[0] == 3
+    assert "reviewid" not in report(capsys)[1], "no row could be read"
 
 
 def test_what_would_be_cut_does_not_fail(command, capsys):

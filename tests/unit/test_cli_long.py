@@ -78,7 +78,7 @@ def test_a_long_file_is_held_a_window_at_a_time():
     job._put = sized()
     job.run()
     assert sink.num_written == job.num_done == 100_000
-    assert job.num_failed == 0
+    assert job.faults.num == 0
     assert max(live) <= WINDOW
     assert sink.most_held <= 3 * WINDOW  # an answer takes at most three steps, so that few wait for an earlier one
     assert len(sizes) == 10

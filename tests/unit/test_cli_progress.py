@@ -66,6 +66,7 @@ def test_lines_during_a_job_tell_the_rows_in_all(command, capsys, monkeypatch):
     rows = [prompt("abc", max_tokens=5)] * 40 + ["?"]
     assert command(rows, "--window", "4")[0] == 3
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("batchkit: ")]
+    assert lines.pop().startswith("batchkit: line 41 is not JSON")
     assert lines[0].startswith("batchkit: 0 of about 4")
     assert lines[-1].startswith("batchkit: 41 of about 41 rows done (100.0%), 1 failed, ")
     assert all("tokens per second" in line for line in lines)

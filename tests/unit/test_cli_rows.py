@@ -165,7 +165,31 @@ def test_columns_are_kept_under_the_name_asked_for(command):
     ]
 
 
+def test_a_column_that_no_row_has_is_told_at_the_end(command, capsys):
+    code, records = command([{"a": None, **prompt()}, prompt()], "--keep", "a,b=c")
+    assert code == 0
+    assert [(record["a"], record["c"]) for record in records] == [(None, None)] * 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "batchkit: column 'b' was in no row (there are: 'a', 'prompt', 'params')"
+
+
 # ----------------------------------------------------------------------------------------------- text, gzip, limits
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "told"),
+    [
+        ("in", (), True),
+        ("prompts.csv.gz", (), True),
+        ("in.jsonl.gz", (), False),
+        ("in.json", (), False),
+        ("in", ("--format", "jsonl"), False),
+    ],
+)
+def test_a_line_that_may_be_text_names_the_option(command, source, options, told):
+    _, records = command(["Tea is"], *options, source=source)
+    assert records[0]["error"].startswith("line 1 is not JSON: ")
+    assert ("; --format text takes each line as a prompt" in records[0]["error"]) == told
 
 
 @pytest.mark.parametrize(("source", "options"), [("in.txt", ()), ("in.txt.gz", ()), ("in.log", ("--format", "text"))])

@@ -18,7 +18,15 @@ WRONG = {
     "no model": (["generate", "in.jsonl", "-o", "out.jsonl"], "--model"),
     "no output": (["generate", "in.jsonl", "--model", "toy"], "-o OUT is required, except with --dry-run"),
     "no model to examine": (["doctor"], "MODEL"),
-    "unknown option": ([*ALL, "--unknown"], "--unknown"),
+    "unknown option": ([*ALL, "--unknown"], "there is no option --unknown (batchkit generate --help says more)"),
+    "option with an underscore": (
+        [*ALL, "--max_tokens", "8"],
+        "no option --max_tokens; is it --max-tokens? (batchkit generate --help says more)",
+    ),
+    "option without its dash": ([*ALL, "--maxtokens=8"], "no option --maxtokens; is it --max-tokens?"),
+    "short option with an underscore": ([*ALL, "--top_p", "0.5"], "no option --top_p; is it --top-p?"),
+    "unknown option of doctor": (["doctor", "toy", "--sed", "1"], "no option --sed; is it --seed? (batchkit doctor --help"),
+    "two inputs": ([*ALL, "more.jsonl"], "unexpected: more.jsonl (batchkit generate --help says more)"),
     "no seats": ([*ALL, "--max-num-seqs", "0"], "must be a whole number of at least 1, got '0'"),
     "seats of a wrong type": ([*ALL, "--max-num-seqs", "many"], "must be a whole number of at least 1, got 'many'"),
     "no window": ([*ALL, "--window", "0"], "argument --window"),
@@ -28,6 +36,10 @@ WRONG = {
     "size of the host's": ([*ALL, "--swap-memory", "0"], "swap_memory must be at least 1 byte, got '0'"),
     "temperature": ([*ALL, "--temperature", "-1"], "temperature must be finite and at least 0, got -1.0"),
     "temperature NaN": ([*ALL, "--temperature", "nan"], "temperature must be a number, got NaN"),
+    "top-k": ([*ALL, "--top-k", "-2"], "top_k must be at least 1, or 0 or -1 to keep all tokens, got -2"),
+    "top-p": ([*ALL, "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
+    "min-p": ([*ALL, "--min-p", "1.5"], "min_p must be in [0, 1], got 1.5"),
+    "empty stop string": ([*ALL, "--stop", "a", "--stop", ""], "a stop string must not be empty"),
     "max_tokens": ([*ALL, "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
     "dtype": ([*ALL, "--dtype", "flot32"], "invalid choice: 'flot32'"),
     "too long": ([*ALL, "--on-too-long", "cut"], "invalid choice: 'cut'"),
@@ -45,6 +57,9 @@ WRONG = {
     "template with a position": ([*ALL, "--template", "{}"], "plain column names in braces"),
     "seats over budget": ([*ALL, "--max-num-seqs", "9", "--max-tokens-per-step", "8"], "max_tokens_per_step (8)"),
     "no such policy": ([*ALL, "--scheduler", "pagd"], "there is no policy 'pagd'; is it paged?"),
+    "no such class": ([*ALL, "--scheduler", "ChunkedScheduler"], "is it ChunkedPrefillScheduler?"),
+    "a dot for the colon": ([*ALL, "--scheduler", "pack.own.Own,x=1"], "no policy 'pack.own.Own'; is it pack.own:Own?"),
+    "a file's name alone": ([*ALL, "--scheduler", "own.py"], "there are static, dynamic, orca,"),
     "no policy like it": ([*ALL, "--scheduler", "best"], "there are static, dynamic, orca,"),
     "no key": ([*ALL, "--scheduler", "orca,pow2"], "'pow2' is not key=value; OrcaScheduler takes reserve"),
     "unknown key": ([*ALL, "--scheduler", "orca,reserves=pow2"], "takes no 'reserves'; it takes reserve"),
@@ -82,7 +97,7 @@ WRONG = {
     "no class in a module that has some": ([*ALL, "--scheduler", "own:Ow"], "there is no Ow; schedulers there: Own"),
     "not a policy yet": ([*ALL, "--scheduler", "own:Abstract"], "Abstract cannot be made: Can't instantiate abstract"),
     "a module that raises": ([*ALL, "--scheduler", "raises:Own"], "raises cannot be imported: ZeroDivisionError"),
-    "a module with a slip": ([*ALL, "--scheduler", "slip:Own"], "slip cannot be imported: SyntaxError"),
+    "a module with a slip": ([*ALL, "--scheduler", "slip:Own"], "slip.py, line 2)"),
     "a module that needs another": (
         [*ALL, "--scheduler", "needs:Own"],
         "needs cannot be imported: ModuleNotFound",
@@ -118,7 +133,7 @@ def own_modules(tmp_path, monkeypatch):
     """A current folder with modules of the user's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for name, source in {"own": OWN, "raises": "1 / 0", "slip": "def", "needs": "import nowhere_to_be_found"}.items():
+    for name, source in {"own": OWN, "raises": "1 / 0", "slip": "\ndef", "needs": "import nowhere_to_be_found"}.items():
         (tmp_path / f"{name}.py").write_text(source)
         monkeypatch.delitem(sys.modules, name, raising=False)
     (tmp_path / "in.jsonl").write_bytes(jsonl([prompt()]))
@@ -206,6 +221,18 @@ def test_every_short_name_is_a_policy_that_can_be_made_without_arguments():
     for name, policy in cli.SCHEDULERS.items():
         assert issubclass(policy, Scheduler)
         cli.options.parse([*ALL, "--scheduler", name])
+
+
+def test_class_names_are_names_too():
+    for policy in cli.SCHEDULERS.values():
+        args = cli.options.parse([*ALL, "--scheduler", policy.__name__])
+        assert args.scheduler.policy is policy
+
+
+def test_the_help_says_how_long_an_answer_may_be(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    assert "default: up to the model's length" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_policy_that_raises_is_one_line_with_the_place(own_modules, command, tmp_path, capsys, monkeypatch):

@@ -7,7 +7,6 @@ real tokenizer and the real scheduler over as many KV blocks as there would be, 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections import Counter
 from dataclasses import replace
 
@@ -15,15 +14,13 @@ from ..allocators import PagedAllocator
 from ..engine import Engine
 from ..errors import RequestTooLong
 from ..simulate import SimulatedRunner
-from .fit import prompt_ids, submit
+from .faults import RowFaults
+from .fit import most_tokens, prompt_ids, submit
 from .lines import Lines
 from .progress import Progress
 from .rows import BadRow, RowReader
 
 __all__ = ["dry_run", "preview_engine"]
-
-_SHOWN = 5
-"""As many bad rows are named."""
 
 
 def preview_engine(args: argparse.Namespace) -> Engine:
@@ -55,14 +52,15 @@ def preview_engine(args: argparse.Namespace) -> Engine:
 def dry_run(engine: Engine, lines: Lines, reader: RowReader, args: argparse.Namespace) -> bool:
     """Print the report. Returns whether any row would fail."""
     lengths: Counter[int] = Counter()
-    num_long = num_cut = num_bad = 0
-    faults: list[str] = []
+    limits: set[int] = set()
+    unlimited: Counter[int] = Counter()
+    num_long = num_cut = 0
+    faults = RowFaults()
     progress = Progress(shown=not args.quiet)
     while (line := lines.get(wait=True)) is not None:
         number, data = line
         if progress.is_due():
-            num_failed = num_bad + num_long
-            progress.show(num_done=lines.num_rows - 1, num_failed=num_failed, total=lines.estimate())
+            progress.show(num_done=lines.num_rows - 1, num_failed=faults.num, total=lines.estimate())
         try:
             row = reader.read(number, data)
             token_ids = prompt_ids(engine, row)
@@ -73,26 +71,26 @@ def dry_run(engine: Engine, lines: Lines, reader: RowReader, args: argparse.Name
             num_cut += num_dropped > 0
             engine.abort(request_id)
             engine.step()  # takes the output of what was aborted
-            continue
+            if row.params.max_tokens is None:
+                unlimited[len(token_ids)] += 1
+            else:
+                limits.add(row.params.max_tokens)
         except RequestTooLong as error:
             num_long += 1
-            fault = f"line {number}: {error}"
+            faults.add(f"line {number}: {error}")
         except BadRow as error:
-            num_bad += 1
-            fault = str(error)
+            faults.add(str(error))
         except Exception as error:  # a tokenizer may raise anything over a text
-            num_bad += 1
-            fault = f"line {number}: {error}"
-        if len(faults) < _SHOWN:
-            faults.append(fault)
+            faults.add(f"line {number}: {error}")
 
     progress.close(num_done=lines.num_rows, total=lines.num_rows)
     stats = engine.stats()
     for name, text in (
         ("rows", f"{lines.num_rows:,}"),
-        ("bad rows", f"{num_bad:,}"),
+        ("bad rows", f"{faults.num - num_long:,}"),
         ("too long", f"{num_long:,}" + (f", and {num_cut:,} would be cut" if num_cut else "")),
         ("prompt tokens", _summary(lengths)),
+        ("max_tokens", _limits(limits, unlimited, most_tokens(engine))),
         ("model length", f"{stats.max_model_len:,} tokens of prompt and answer together"),
         ("scheduler", stats.scheduler + "".join(f", {k}={v}" for k, v in args.scheduler.arguments.items())),
         ("seats", f"{stats.max_num_seqs:,}"),
@@ -101,11 +99,20 @@ def dry_run(engine: Engine, lines: Lines, reader: RowReader, args: argparse.Name
         ("attention", args.attention),
     ):
         print(f"{name:<18}{text}")
-    for fault in faults:
-        print(f"batchkit: {' '.join(fault.split())}", file=sys.stderr)  # a tokenizer's error may have several lines
-    if (num_more := num_bad + num_long - len(faults)) > 0:
-        print(f"batchkit: and {num_more:,} more", file=sys.stderr)
-    return bool(num_bad or num_long)
+    faults.print(reader.absent())
+    return faults.num > 0
+
+
+def _limits(limits: set[int], unlimited: Counter[int], room: int) -> str:
+    """The `max_tokens` of rows; for those without, given by the lengths of their prompts, how many tokens may come.
+
+    >>> _limits({32, 8}, Counter({20: 1, 10: 2}), 100)
+    '8 to 32, none for 3 rows: up to 90 each'
+    """
+    parts = [" to ".join(f"{limit:,}" for limit in sorted({min(limits), max(limits)}))] if limits else []
+    if count := unlimited.total():
+        parts.append(f"none for {count:,} row{'s' * (count > 1)}: up to {room - min(unlimited):,} each")
+    return ", ".join(parts) or "none"
 
 
 def _summary(lengths: Counter[int]) -> str:

@@ -1,13 +1,17 @@
-"""What ends a command with one line on stderr."""
+"""What ends a command with one line on stderr, and what is said of rows that fail."""
 
 from __future__ import annotations
 
 import os
+import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["NotDone", "loading", "one_line", "with_place"]
+__all__ = ["NotDone", "RowFaults", "loading", "one_line", "with_place"]
+
+_SHOWN = 5
+"""As many faults of rows are shown."""
 
 
 class NotDone(Exception):
@@ -24,8 +28,34 @@ def one_line(error: BaseException) -> str:
 
 def with_place(error: BaseException) -> str:
     """The same with the line of code that raised it, for faults in code that the user may have written."""
+    if isinstance(error, SyntaxError) and error.filename and os.path.isfile(error.filename):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}, line {error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     return f"{one_line(error)} ({frames[-1].filename}, line {frames[-1].lineno})" if frames else one_line(error)
+
+
+class RowFaults:
+    """Why rows fail: how many, and the faults of the first few.
+
+    Attributes:
+        num: rows that fail.
+    """
+
+    def __init__(self) -> None:
+        self.num = 0
+        self._first: list[str] = []
+
+    def add(self, fault: str) -> None:
+        """Take the fault of one row."""
+        self.num += 1
+        if len(self._first) < _SHOWN:
+            self._first.append(" ".join(fault.split()))  # a tokenizer's error may have several lines
+
+    def print(self, notes: Iterable[str]) -> None:
+        """Say on stderr the first ones, how many more there are, and the notes."""
+        num_more = self.num - len(self._first)
+        for line in (*self._first, *([f"and {num_more:,} more"] if num_more else []), *notes):
+            print(f"batchkit: {line}", file=sys.stderr)
 
 
 @contextmanager

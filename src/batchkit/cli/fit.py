@@ -8,7 +8,7 @@ from ..engine import Engine
 from ..errors import RequestTooLong
 from .rows import Row
 
-__all__ = ["OnTooLong", "prompt_ids", "submit"]
+__all__ = ["OnTooLong", "most_tokens", "prompt_ids", "submit"]
 
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 
@@ -30,9 +30,7 @@ def submit(engine: Engine, row: Row, on_too_long: OnTooLong) -> tuple[str, int]:
         if row.params.max_tokens is None:
             raise RequestTooLong(f"{error}; to cut it, max_tokens must say how much room the answer needs") from None
         token_ids = prompt_ids(engine, row)
-        stats = engine.stats()
-        # The last token generated is never written, so that it needs no KV slot.
-        room = min(stats.max_model_len, stats.num_blocks * stats.block_size + 1) - row.params.max_tokens
+        room = most_tokens(engine) - row.params.max_tokens
         cut = _cut(token_ids, room, on_too_long, _special_prefix(engine, token_ids))
         if cut is None:
             raise
@@ -42,6 +40,13 @@ def submit(engine: Engine, row: Row, on_too_long: OnTooLong) -> tuple[str, int]:
 def prompt_ids(engine: Engine, row: Row) -> tuple[int, ...]:
     """The tokens of a row's prompt, as the engine makes them."""
     return engine.encode(row.prompt, chat_template_kwargs=row.chat_template_kwargs)
+
+
+def most_tokens(engine: Engine) -> int:
+    """How long a prompt and its answer may be together."""
+    stats = engine.stats()
+    # The last token generated is never written, so that it needs no KV slot.
+    return min(stats.max_model_len, stats.num_blocks * stats.block_size + 1)
 
 
 def _chat_options(row: Row) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ..engine import Engine
 from ..errors import EngineFailed, SchedulerStalled
 from ..types import EngineStats
 from .dry_run import dry_run
-from .faults import NotDone, loading, one_line, with_place
+from .faults import NotDone, RowFaults, loading, one_line, with_place
 from .fit import OnTooLong, submit
 from .lines import Lines, open_input
 from .options import DONE, FAILED_ROWS
@@ -37,7 +37,12 @@ _MOST_HELD = 16
 def generate(args: argparse.Namespace, make_engine: Callable[[argparse.Namespace], Engine]) -> int:
     """Run the command. Returns the exit code."""
     reader = RowReader(
-        text=args.is_text, template=args.template, chat=args.chat, keep=args.keep, defaults=args.defaults
+        text=args.is_text,
+        maybe_text=args.maybe_text,
+        template=args.template,
+        chat=args.chat,
+        keep=args.keep,
+        defaults=args.defaults,
     )
     with ExitStack() as stack:
         lines = open_input(args.input, stack, limit=args.limit)
@@ -74,7 +79,8 @@ def generate(args: argparse.Namespace, make_engine: Callable[[argparse.Namespace
             job.progress.close(num_done=job.num_done, total=lines.estimate())
             if not args.quiet:
                 _print_figures(engine.stats(), job, time.monotonic() - began)
-    return FAILED_ROWS if job.num_failed else DONE
+                job.faults.print(reader.absent())
+    return FAILED_ROWS if job.faults.num else DONE
 
 
 class Job:
@@ -91,8 +97,8 @@ class Job:
 
     Attributes:
         num_rows: read so far.
-        num_failed: records with an error.
         num_cut: rows whose prompt was cut.
+        faults: of the rows whose records have an error.
         reasons: how many rows ended for each reason, ``"error"`` among them.
     """
 
@@ -111,9 +117,10 @@ class Job:
         self.on_too_long: OnTooLong = on_too_long
         self.progress = progress
         self.window = max(1024, 4 * engine.stats().max_num_seqs) if window is None else window
-        self.num_rows = self.num_failed = self.num_cut = 0
+        self.num_rows = self.num_cut = 0
+        self.faults = RowFaults()
         self.reasons: Counter[str] = Counter()
-        self._live: dict[str, tuple[int, str | int, dict[str, Any], int]] = {}  # by the engine's id
+        self._live: dict[str, tuple[int, int, str | int, dict[str, Any], int]] = {}  # by the engine's id
         self._fault: NotDone | None = None
 
     @property
@@ -132,7 +139,9 @@ class Job:
             while self._live:
                 for output in self.engine.step():
                     if output.finished:
-                        position, row_id, kept, num_dropped = self._live.pop(output.request_id)
+                        position, number, row_id, kept, num_dropped = self._live.pop(output.request_id)
+                        if output.finish_reason == "error":
+                            self.faults.add(f"line {number}: {output.error}")
                         self._put(position, record(row_id, output, kept, num_dropped))
                 self.records.write()
                 self._show()
@@ -163,26 +172,29 @@ class Job:
         try:
             row = self.reader.read(number, line)
         except BadRow as bad:
-            self._put(position, error_record(bad.id, str(bad), bad.kept))
+            self._fail(position, bad.id, str(bad), bad.kept)
             return
         try:
             request_id, num_dropped = submit(self.engine, row, self.on_too_long)
         except Exception as error:  # a tokenizer may raise anything over a text
-            self._put(position, error_record(row.id, f"line {number}: {error}", row.kept))
+            self._fail(position, row.id, f"line {number}: {error}", row.kept)
             return
         self.num_cut += num_dropped > 0
-        self._live[request_id] = position, row.id, row.kept, num_dropped
+        self._live[request_id] = position, number, row.id, row.kept, num_dropped
+
+    def _fail(self, position: int, row_id: str | int, fault: str, kept: dict[str, Any]) -> None:
+        self.faults.add(fault)
+        self._put(position, error_record(row_id, fault, kept))
 
     def _put(self, position: int, record: dict[str, Any]) -> None:
         self.records.put(position, record)
-        self.num_failed += "error" in record
         self.reasons[record.get("finish_reason", "error")] += 1
 
     def _show(self) -> None:
         if self.progress.is_due():
             self.progress.show(
                 num_done=self.num_done,
-                num_failed=self.num_failed,
+                num_failed=self.faults.num,
                 total=self.lines.estimate(),
                 num_tokens=self.engine.stats().generated_tokens,
             )
@@ -192,10 +204,10 @@ def _print_figures(stats: EngineStats, job: Job, seconds: float) -> None:
     def tokens(count: int) -> str:
         return f"{count:,} ({count / max(seconds, 1e-9):,.1f} per second)"
 
-    done, peak = job.num_done, stats.peak_used_blocks
+    done, failed, peak = job.num_done, job.faults.num, stats.peak_used_blocks
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in job.reasons.most_common())
     lines = [
-        ("requests", f"{done:,} in {duration(seconds)}: {done - job.num_failed:,} ok, {job.num_failed:,} failed"),
+        ("requests", f"{done:,} in {duration(seconds)}: {done - failed:,} ok, {failed:,} failed"),
         ("prompt tokens", tokens(stats.prompt_tokens)),
         ("generated tokens", tokens(stats.generated_tokens)),
         ("finish reasons", reasons or "none"),

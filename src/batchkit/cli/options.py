@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar, get_args
@@ -22,6 +23,7 @@ DONE, NOT_DONE, USAGE, FAILED_ROWS, INTERRUPTED = 0, 1, 2, 3, 130
 
 _EXIT_CODES = "exit codes: 0 done; 1 not done; 2 wrong usage; 3 done, and some rows have failed; 130 interrupted"
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+_DEFAULTS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
 _T = TypeVar("_T")
 
 
@@ -31,6 +33,14 @@ class _Parser(argparse.ArgumentParser):
     @override
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"batchkit: {message} ({self.prog} --help says more)\n")
+
+    def unknown(self, words: Sequence[str]) -> NoReturn:
+        """Say that these are none of its own, and which option the first one may be."""
+        option = next((word.partition("=")[0] for word in words if word.startswith("-")), None)
+        if option is None:
+            self.error(f"unexpected: {' '.join(words)}")
+        near = difflib.get_close_matches(option.replace("_", "-"), self._option_string_actions, n=1)
+        self.error(f"there is no option {option}" + (f"; is it {near[0]}?" if near else ""))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -69,7 +79,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     doctor.add_argument("--device", help="such as cpu or cuda:0; default: the accelerator, if there is one")
     doctor.add_argument("--seed", metavar="N", type=int, default=0, help="of the tokens and the pieces; default: 0")
 
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        commands.choices[args.command].unknown(unknown)
     if args.command == "generate":
         _check(args, generate)
     return args
@@ -137,20 +149,32 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     engine.add_argument("--swap-memory", metavar="SIZE", help="host memory for preempted sequences; default: none")
 
     defaults = generate.add_argument_group("sampling, where a row's `params` do not say")
-    defaults.add_argument("--max-tokens", metavar="N", type=int, help="most tokens to generate")
+    defaults.add_argument(
+        "--max-tokens", metavar="N", type=int, help="most tokens to generate; default: up to the model's length"
+    )
     defaults.add_argument("--temperature", metavar="T", type=float, help="0 is greedy; default: 1")
+    defaults.add_argument("--top-k", metavar="N", type=int, help="keep the N most probable tokens; default: all")
+    defaults.add_argument(
+        "--top-p", metavar="P", type=float, help="keep the most probable tokens that make up P together; default: 1"
+    )
+    defaults.add_argument(
+        "--min-p", metavar="P", type=float, help="drop tokens less probable than P times the first one; default: 0"
+    )
     defaults.add_argument("--seed", metavar="N", type=int, help="default: a fresh one for each row")
+    defaults.add_argument(
+        "--stop", metavar="TEXT", action="append", help="ends the answer where it appears; may be given several times"
+    )
 
 
 def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """What no option shows alone. Adds what follows from them: `is_text`, `defaults`, `attention`."""
+    """What no option shows alone. Adds what follows from them: `is_text`, `maybe_text`, `defaults`, `attention`."""
     if args.output is None and not args.dry_run:
         parser.error("-o OUT is required, except with --dry-run")
     args.attention = "unknown"
-    args.is_text = args.format == "text" or (args.format is None and args.input.removesuffix(".gz").endswith(".txt"))
-    args.defaults = {
-        name: value for name in ("max_tokens", "temperature", "seed") if (value := getattr(args, name)) is not None
-    }
+    file_name = args.input.removesuffix(".gz")
+    args.is_text = args.format == "text" or (args.format is None and file_name.endswith(".txt"))
+    args.maybe_text = args.format is None and not file_name.endswith((".jsonl", ".json"))
+    args.defaults = {name: value for name in _DEFAULTS if (value := getattr(args, name)) is not None}
     try:
         SamplingParams(**args.defaults)
         for name in ("kv_memory", "swap_memory"):

@@ -60,6 +60,7 @@ class RowReader:
 
     Args:
         text: a line is a prompt (the column ``prompt``), not JSON.
+        maybe_text: a line that is not JSON may be meant as a prompt.
         template: makes the prompt of other columns.
         chat: a prompt of text is a user's message.
         keep: the columns to copy, by the names that they get.
@@ -70,17 +71,21 @@ class RowReader:
         self,
         *,
         text: bool = False,
+        maybe_text: bool = False,
         template: Template | None = None,
         chat: bool = False,
         keep: Mapping[str, str],
         defaults: Mapping[str, Any],
     ) -> None:
         self._text = text
+        self._hint = "; --format text takes each line as a prompt" if maybe_text else ""
         self._template = template
         self._chat = chat
         self._keep = keep
         self._defaults = defaults
         self._params = SamplingParams(**defaults)
+        self._columns: list[str] | None = None  # of the first row
+        self._absent = list(dict.fromkeys(keep.values()))
 
     def read(self, number: int, line: bytes) -> Row:
         """The row of a line.
@@ -93,7 +98,11 @@ class RowReader:
         except UnicodeDecodeError as error:
             found = f"byte {error.start} is {line[error.start]:#04x}"
             raise BadRow(number, f"line {number} is not UTF-8: {found}") from None
-        row = {"prompt": decoded.rstrip("\r\n")} if self._text else _object(number, decoded)
+        row = {"prompt": decoded.rstrip("\r\n")} if self._text else self._object(number, decoded)
+        if self._columns is None:
+            self._columns = list(row)
+        if self._absent:
+            self._absent = [column for column in self._absent if column not in row]
         kept: dict[str, Any] = {}
         row_id = row.get("id")
         if row_id is None:
@@ -106,6 +115,22 @@ class RowReader:
             return Row(number, row_id, *self._prompt(row), kept)
         except (TypeError, ValueError, RecursionError) as error:
             raise BadRow(row_id, f"line {number}: {error}", kept) from None
+
+    def absent(self) -> list[str]:
+        """What to say of the columns to keep that no row has had."""
+        if self._columns is None:
+            return []
+        there = ", ".join(map(repr, self._columns)) or "none"
+        return [f"column {column!r} was in no row (there are: {there})" for column in self._absent]
+
+    def _object(self, number: int, text: str) -> dict[str, Any]:
+        try:
+            row = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise BadRow(number, f"line {number} is not JSON: {error}{self._hint}") from None
+        if not isinstance(row, dict):
+            raise BadRow(number, f"line {number} must be an object with a prompt, got {_kind(row)}")
+        return row
 
     def _prompt(
         self, row: dict[str, Any]
@@ -146,16 +171,6 @@ class RowReader:
                 near = difflib.get_close_matches(name, _PARAMS, n=1)
                 raise ValueError(f"unknown parameter {name!r}; " + (f"is it {near[0]}?" if near else _known()))
         return SamplingParams(**{**self._defaults, **given})
-
-
-def _object(number: int, text: str) -> dict[str, Any]:
-    try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRow(number, f"line {number} is not JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise BadRow(number, f"line {number} must be an object with a prompt, got {_kind(row)}")
-    return row
 
 
 def _kept(value: Any) -> Any:

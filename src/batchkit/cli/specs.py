@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
-import inspect
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..allocators import PagedAllocator
-from ..scheduler import Scheduler
+from ..scheduler import Scheduler, argument_names
 from ..schedulers import (
     ChunkedPrefillScheduler,
     DynamicScheduler,
@@ -52,6 +51,7 @@ SCHEDULERS: dict[str, type[Scheduler]] = {
     "skip-ahead": SkipAheadScheduler,
     "optimistic": OptimisticScheduler,
 }
+_BY_CLASS = {policy.__name__: policy for policy in SCHEDULERS.values()}
 
 # Arguments of every scheduler that have options of their own.
 _OPTIONS = {
@@ -61,7 +61,6 @@ _OPTIONS = {
     "max_tokens_per_step": "--max-tokens-per-step",
     "preemption": "--swap-memory",
 }
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +78,13 @@ def parse_policy(spec: str) -> Policy:
         ValueError: it names none, or an argument that the class does not take; the message says what there is.
     """
     name, comma, rest = spec.partition(",")
-    policy = _imported(name) if ":" in name else SCHEDULERS.get(name)
+    policy = _imported(name) if ":" in name else SCHEDULERS.get(name) or _BY_CLASS.get(name)
     if policy is None:
-        near = difflib.get_close_matches(name, SCHEDULERS, n=1)
+        module, dot, own = name.rpartition(".")
+        if dot and own != "py" and all(part.isidentifier() for part in name.split(".")):
+            near = [f"{module}:{own}"]
+        else:
+            near = difflib.get_close_matches(name, [*SCHEDULERS, *_BY_CLASS], n=1)
         raise ValueError(
             f"there is no policy {name!r}; "
             + (f"is it {near[0]}?" if near else f"there are {', '.join(SCHEDULERS)}, and module:Class for your own")
@@ -154,16 +157,8 @@ def _imported(path: str) -> type[Scheduler]:
 
 
 def _keys(policy: type[Scheduler]) -> list[str]:
-    """The arguments of a class and of those that it hands the rest to, without those of every scheduler."""
-    keys: list[str] = []
-    for base in policy.__mro__:
-        if "__init__" not in base.__dict__:
-            continue
-        parameters = list(inspect.signature(base.__dict__["__init__"]).parameters.values())[1:]
-        keys += [p.name for p in parameters if p.kind in _NAMED and p.name not in _OPTIONS]
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            break
-    return list(dict.fromkeys(keys))
+    """The arguments of a class without those that have options of their own."""
+    return [name for name in argument_names(policy) if name not in _OPTIONS]
 
 
 def _takes(policy: type[Scheduler]) -> str:
