@@ -25,7 +25,7 @@ WRONG = {
     ),
     "option without its dash": ([*ALL, "--maxtokens=8"], "no option --maxtokens; is it --max-tokens?"),
     "short option with an underscore": ([*ALL, "--top_p", "0.5"], "no option --top_p; is it --top-p?"),
-    "unknown option of doctor": (["doctor", "toy", "--sed", "1"], "no option --sed; is it --seed? (batchkit doctor --help"),
+    "unknown option of doctor": (["doctor", "toy", "--sed", "1"], "is it --seed? (batchkit doctor --help"),
     "two inputs": ([*ALL, "more.jsonl"], "unexpected: more.jsonl (batchkit generate --help says more)"),
     "no seats": ([*ALL, "--max-num-seqs", "0"], "must be a whole number of at least 1, got '0'"),
     "seats of a wrong type": ([*ALL, "--max-num-seqs", "many"], "must be a whole number of at least 1, got 'many'"),

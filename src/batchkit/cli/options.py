@@ -158,7 +158,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
         "--top-p", metavar="P", type=float, help="keep the most probable tokens that make up P together; default: 1"
     )
     defaults.add_argument(
-        "--min-p", metavar="P", type=float, help="drop tokens less probable than P times the first one; default: 0"
+        "--min-p", metavar="P", type=float, help="drop tokens less probable than P times the likeliest; default: 0"
     )
     defaults.add_argument("--seed", metavar="N", type=int, help="default: a fresh one for each row")
     defaults.add_argument(
