@@ -6,6 +6,7 @@ python examples/chat.py MODEL [--max-tokens 256] [--temperature 0.7]
 from __future__ import annotations
 
 import argparse
+import logging
 
 from batchkit import Engine, RequestError, SamplingParams
 
@@ -16,11 +17,13 @@ def main() -> None:
     parser.add_argument("--system", help="what the model is told first")
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--dtype", default="auto", help="such as float32, faster on a CPU without bf16 units")
     args = parser.parse_args()
+    logging.basicConfig()  # shows warnings
     params = SamplingParams(max_tokens=args.max_tokens, temperature=args.temperature)
     messages = [{"role": "system", "content": args.system}] if args.system else []
 
-    with Engine.from_pretrained(args.model, kv_memory="256MiB") as engine:
+    with Engine.from_pretrained(args.model, dtype=args.dtype, kv_memory="256MiB") as engine:
         while text := read("> "):
             messages.append({"role": "user", "content": text})
             answer = ""

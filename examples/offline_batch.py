@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import time
 from pathlib import Path
 
@@ -32,14 +33,16 @@ def main() -> None:
     parser.add_argument("model", help="a folder, or a name on the hub")
     parser.add_argument("prompts", nargs="?", help="JSONL: objects with prompt and params")
     parser.add_argument("--max-tokens", type=int, default=16, help="for the built-in prompts")
+    parser.add_argument("--dtype", default="auto", help="such as float32, faster on a CPU without bf16 units")
     args = parser.parse_args()
+    logging.basicConfig()  # shows warnings
     if args.prompts:
         prompts, params = read(args.prompts)
     else:
         prompts, params = PROMPTS, [SamplingParams(temperature=0, max_tokens=args.max_tokens)] * len(PROMPTS)
 
     # Leaving the block frees the KV memory. Any other policy goes in by `scheduler=`.
-    with Engine.from_pretrained(args.model, kv_memory="256MiB") as engine:
+    with Engine.from_pretrained(args.model, dtype=args.dtype, kv_memory="256MiB") as engine:
         began = time.perf_counter()
         # A prompt that cannot be taken (too long, say) gives an output with its error; the others go on.
         outputs = engine.generate(prompts, params, on_error="return")

@@ -105,7 +105,7 @@ def test_a_useful_policy_is_thirty_lines_and_an_ablation_three():
 
 @pytest.mark.slow
 def test_offline_batch(run, smollm2, tmp_path):
-    shown = run("offline_batch.py", smollm2, "--max-tokens", "4")
+    shown = run("offline_batch.py", smollm2, "--max-tokens", "4", "--dtype", "float32")
     assert "' Paris" in shown
     assert "4 prompts in" in shown
 
@@ -115,14 +115,14 @@ def test_offline_batch(run, smollm2, tmp_path):
     ]
     source = tmp_path / "prompts.jsonl"
     source.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    shown = run("offline_batch.py", smollm2, str(source))
+    shown = run("offline_batch.py", smollm2, str(source), "--dtype", "float32")
     assert "' Paris" in shown
     assert "(error)" in shown and "8192 tokens in all" in shown
 
 
 @pytest.mark.slow
 def test_stream(run, smollm2):
-    shown = run("stream.py", smollm2, "--max-tokens", "4")
+    shown = run("stream.py", smollm2, "--max-tokens", "4", "--dtype", "float32")
     deltas = {str(i): "" for i in range(3)}
     finals = {}
     for line in shown.splitlines():
@@ -141,7 +141,9 @@ def test_stream(run, smollm2):
 def test_chat(run, smollm2, monkeypatch):
     said = iter(["What is the capital of France?", "And of Italy?", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(said))
-    first, second = run("chat.py", smollm2, "--max-tokens", "24", "--temperature", "0").splitlines()
+    first, second = run(
+        "chat.py", smollm2, "--max-tokens", "24", "--temperature", "0", "--dtype", "float32"
+    ).splitlines()
     assert "Paris" in first
     assert "Rome" in second  # it knows what was asked before
 

@@ -296,21 +296,24 @@ def test_params_that_raise_in_the_middle() -> None:
 # ---- however many --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_prompts() -> None:
     geometry = KVGeometry(num_blocks=64, block_size=8, max_model_len=64, vocab_size=1000)
     runner = SimulatedRunner(geometry, check_kv=False)
     runner._max_prefixes = 64  # what it remembers is not the engine's
     engine = Engine(runner, ChunkedPrefillScheduler(PagedAllocator(64, 8)))
-    held: dict[int, int] = {}
+    most = {"early": 0, "late": 0}
     num_done = 0
     tracemalloc.start()
     try:
-        for output in engine.stream(([i % 1000, 7] for i in range(5200)), params(2), window=64):
+        for output in engine.stream(([i % 1000, 7] for i in range(4000)), params(2), window=64):
             num_done += output.finished
-            if output.finished and num_done in (2000, 5000):
+            # Over some windows: how much is held depends on how far the present one has been given out.
+            part = "early" if 500 <= num_done < 900 else "late" if num_done >= 3600 else None
+            if output.finished and part and not num_done % 10:
                 gc.collect()
-                held[num_done] = tracemalloc.get_traced_memory()[0]
+                most[part] = max(most[part], tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    assert num_done == 5200
-    assert held[5000] < 1.1 * held[2000]
+    assert num_done == 4000
+    assert most["late"] < 1.1 * most["early"]
