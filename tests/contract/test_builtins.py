@@ -47,9 +47,14 @@ POLICIES = [
 ]
 
 
+# Few workloads where minutes count, more of them elsewhere.
+EFFORT = pytest.mark.parametrize("effort", [2, pytest.param(6, marks=pytest.mark.slow)])
+
+
+@EFFORT
 @pytest.mark.parametrize("make", POLICIES, ids=lambda make: make.__name__)
-def test_policy(make):
-    check_scheduler(make, num_workloads=4, max_wait_steps=100)
+def test_policy(make, effort):
+    check_scheduler(make, num_workloads=effort, seed=effort, max_wait_steps=100)
 
 
 def with_arguments(policy, **arguments):
@@ -74,9 +79,10 @@ LIBRARY = [
 ]
 
 
+@EFFORT
 @pytest.mark.parametrize("make", LIBRARY, ids=lambda make: make.__name__)
-def test_policy_of_the_library(make):
-    check_scheduler(make, num_workloads=4, max_wait_steps=100, step_s=0.03)
+def test_policy_of_the_library(make, effort):
+    check_scheduler(make, num_workloads=effort, seed=effort, max_wait_steps=100, step_s=0.03)
 
 
 # What ageing is for: the same policies without it.
@@ -114,4 +120,4 @@ class NewestVictimsOfAll(ChunkedPrefillScheduler):
 
 
 def test_an_ablation_by_victims():
-    check_scheduler(NewestVictimsOfAll, num_workloads=10)
+    check_scheduler(NewestVictimsOfAll, num_workloads=5)

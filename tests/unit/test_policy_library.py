@@ -254,7 +254,7 @@ def preempts(seq, other):
 # ------------------------------------------------------------------------------------------ shortest first
 
 
-@pytest.mark.parametrize("cap", [128, 512, 1536])
+@pytest.mark.parametrize("cap", [128, 512, pytest.param(1536, marks=pytest.mark.slow)])
 def test_with_perfect_hints_shortest_first_has_a_lower_mean_latency_than_first_come_first_served(cap):
     lengths = experiment_lengths(100, cap)
     records = [WorkloadRecord(prompt=[3] * 512, max_tokens=cap, output_tokens=n, predicted=n) for n in lengths]
