@@ -37,7 +37,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from numbers import Integral
 from types import NoneType, TracebackType
@@ -244,7 +244,10 @@ class Engine:
         self._outbox: list[RequestOutput] = []
         self._inboxes: dict[int, deque[RequestOutput]] = {}  # of the streams that are read, by their `id`
         self._closed = False
-        self._turn_lock = threading.Lock()  # held while a step or a change is under way
+        # Held while a step or a change is under way. Its thread may take it again, and finds `_in_turn` True, unless an
+        # interrupt came just after it was taken or just before it was given back: then that is made good.
+        self._turn_lock = threading.RLock()
+        self._in_turn = False
         self._owner = threading.get_ident()  # the thread of the last turn
         self._in_hook = False
         # Makes "is it live?" and "mark it aborted" one act. Its holder may take it again: a stream that is thrown away
@@ -484,7 +487,8 @@ class Engine:
         # from inside of one.
         if threading.get_ident() == self._owner and self._turn_lock.acquire(blocking=False):
             try:
-                self._apply_aborts()
+                if not self._in_turn:
+                    self._apply_aborts()
             finally:
                 self._turn_lock.release()
 
@@ -1034,13 +1038,20 @@ class Engine:
         """Hold the engine for one change."""
         if self._closed:
             raise EngineClosed("this engine is closed")
-        if not self._turn_lock.acquire(blocking=False):
+        taken = self._turn_lock.acquire(blocking=False)
+        if not taken or self._in_turn:
+            if taken:
+                self._turn_lock.release()
             raise EngineBusy("a step is running; only abort may be called from another thread or from inside a step")
-        self._owner = threading.get_ident()
         try:
+            self._in_turn = True
+            self._owner = threading.get_ident()
             yield
         finally:
-            self._turn_lock.release()
+            self._in_turn = False
+            with suppress(RuntimeError):  # of the release beyond the last
+                while True:
+                    self._turn_lock.release()
 
 
 def _check_parts_agree(runner: ModelRunner, scheduler: Scheduler) -> None:

@@ -106,6 +106,36 @@ def test_an_interrupt_in_the_commit_ends_that_request_and_no_other(at):
     assert finals["a"].finish_reason == ("error" if interrupts else "length")
 
 
+def test_an_interrupt_when_the_engine_was_just_taken_does_not_keep_it_taken():
+    engine = make()
+    engine.add_request([1, 2], SamplingParams(max_tokens=3))
+
+    class Interrupted:
+        """A lock whose taking is interrupted when it has just been done."""
+
+        def __init__(self, lock):
+            self.lock = lock
+            self.release = lock.release
+
+        def acquire(self, **options):
+            engine._turn_lock = self.lock
+            self.lock.acquire(**options)
+            raise KeyboardInterrupt
+
+    engine._turn_lock = Interrupted(engine._turn_lock)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert not engine.step()[0].finished
+    outputs = []
+    other = threading.Thread(target=lambda: outputs.extend(engine.step()))  # it is not taken once too often either
+    other.start()
+    other.join()
+    assert len(outputs) == 1
+    assert engine.generate([[3]], SamplingParams(max_tokens=2))[0].finish_reason == "length"
+    engine.check()
+    engine.close()
+
+
 def test_a_workload_without_a_time_is_refused():
     for arrival in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match="arrival must be a time in seconds"):
