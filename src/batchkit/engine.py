@@ -185,7 +185,7 @@ class Engine:
         tokenizer: for text prompts, text outputs and stop strings; see `batchkit.text.Tokenizer`. Without one the
             engine takes and gives token ids.
         clock: the source of time. Default: the system's monotonic clock.
-        on_step: called with a `StepReport` after each step that had rows, copies or a failure. It may call
+        on_step: called with a `StepReport` after each step that had rows or copies and did not raise. It may call
             `add_request`, `abort` and `stats`.
         trace: a file that gets a line of JSON for each of those steps; see `batchkit.trace`. One that exists is
             overwritten.

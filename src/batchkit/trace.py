@@ -2,8 +2,8 @@
 
 The first line says who wrote: ``kind`` ("engine"), ``version`` (`VERSION`, raised when a field changes its meaning or
 goes; new ones may come at any time), ``batchkit``, ``time``, and the engine's `EngineStats` as ``stats``. A line with
-``kind`` "step" follows for each step that had rows, copies or a failure, and one with ``kind`` "end" when the engine
-is closed. Times are seconds of the engine's clock. Fields of a step::
+``kind`` "step" follows for each step that had rows or copies and did not raise, and one with ``kind`` "end" when the
+engine is closed. Times are seconds of the engine's clock. Fields of a step::
 
     step            its number, from 1
     time            when it began
