@@ -18,20 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from batchkit.hf.runner import TransformersRunner
 from batchkit.types import Request, SamplingParams, ScheduledSequence, SchedulerOutput
+from tiny_models import COMMON
 
-COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 MODELS = {
     "llama": {"attention_dropout": 0.5},
     "gemma2": {"sliding_window": 8, "attention_dropout": 0.5},

@@ -25,28 +25,10 @@ from batchkit.hf.backends.reference import ReferenceBackend
 from batchkit.hf.doctor import examine
 from batchkit.hf.preview import preview
 from batchkit.hf.runner import TransformersRunner
+from tiny_models import tiny
 
-COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 WINDOW = {"sliding_window": 8}
 MIXED = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-
-
-def tiny(family: str = "llama", **changes: object) -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**COMMON, **changes})
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def saved(folder: Path, family: str = "llama", **changes: object) -> str:

@@ -14,29 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from batchkit import Engine, OrcaScheduler, RequestOutput, SamplingParams
-
-COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def tiny(family: str, seed: int, **changes: int) -> torch.nn.Module:
-    torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**COMMON, **changes})
-    return AutoModelForCausalLM.from_config(config).float().eval()
+from tiny_models import tiny
 
 
 def add_all(engine: Engine, name: str) -> None:
@@ -51,8 +31,8 @@ def finals(outputs: list[RequestOutput]) -> dict[str, tuple[int, ...]]:
 
 def test_two_engines_interleaved_give_what_each_gives_alone() -> None:
     def make() -> list[Engine]:
-        first = Engine.from_model(tiny("llama", 1), num_kv_blocks=16, block_size=16)
-        second = Engine.from_model(tiny("qwen2", 2), num_kv_blocks=20, block_size=8, scheduler=OrcaScheduler)
+        first = Engine.from_model(tiny("llama", seed=1), num_kv_blocks=16, block_size=16)
+        second = Engine.from_model(tiny("qwen2", seed=2), num_kv_blocks=20, block_size=8, scheduler=OrcaScheduler)
         for name, engine in (("a", first), ("b", second)):
             add_all(engine, name)
         return [first, second]
@@ -93,7 +73,7 @@ def process_state() -> dict[str, object]:
 
 
 def test_the_process_is_as_it_was(tmp_path: Path) -> None:
-    models = [tiny("llama", 1), tiny("gpt2", 2)]
+    models = [tiny("llama", seed=1), tiny("gpt2", seed=2)]
     before = process_state()
     for model in models:
         with Engine.from_model(model, num_kv_blocks=16, block_size=16, trace=tmp_path / "trace") as engine:
@@ -112,7 +92,7 @@ def resident() -> int:
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="this system does not say what a process holds")
 def test_memory_after_closing_is_that_of_the_start() -> None:
     # 8 KiB of KV for each token, so that 1,600 tokens can be seen.
-    model = tiny("llama", 1, num_hidden_layers=4, num_key_value_heads=4, head_dim=64)
+    model = tiny("llama", seed=1, num_hidden_layers=4, num_key_value_heads=4, head_dim=64)
     prompts = [[5 + i, 7] * 40 for i in range(16)]
 
     def open_run_close() -> int:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 import batchkit.hf.kv_pool as kv_pool
 import batchkit.hf.loading as loading
@@ -25,26 +25,9 @@ from batchkit.hf.backends.reference import ReferenceBackend
 from batchkit.hf.loading import load_weights
 from batchkit.hf.runner import TransformersRunner, eos_token_ids, model_len
 from batchkit.types import BlockCopy, Request, SamplingParams, ScheduledSequence, SchedulerOutput
+from tiny_models import COMMON, tiny
 
-COMMON = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 EACH = 2 * 16 * 2 * (8 + 8) * 4  # bytes of a KV block of 16 tokens
-
-
-def tiny(family: str = "llama", **changes: object) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**COMMON, **changes})).float().eval()
 
 
 @pytest.fixture(scope="module")
