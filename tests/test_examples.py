@@ -7,7 +7,6 @@ import io
 import json
 import runpy
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -43,10 +42,7 @@ def test_every_example_is_run_here():
 
 
 def test_compare_policies(run):
-    began = time.process_time()
     shown = run("compare_policies.py")
-    # Under 5 s on a quiet machine; processor time stretches too when others share its cores.
-    assert time.process_time() - began < 10
     assert shown.startswith("SIMULATED: no model ran.") and "RooflineCost" in shown
     told_the_truth, told_the_cap, by_order = shown.split("\n\n")[1:4]
     assert "true lengths" in told_the_truth and "512 is declared" in told_the_cap
