@@ -13,7 +13,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "parity"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parity")]
 
 import torch
 import transformers

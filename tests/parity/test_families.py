@@ -25,22 +25,11 @@ import batchkit.hf.runner as runner_module
 from batchkit.errors import UnsupportedModel
 from batchkit.hf.runner import TransformersRunner
 from batchkit.types import BlockCopy, Request, SamplingParams, ScheduledSequence, SchedulerOutput
+from tiny_models import COMMON
 
 BLOCK, NUM_BLOCKS = 4, 48
 WINDOW = 8
-GENERIC = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+GENERIC = {**COMMON, "num_hidden_layers": 3}
 ABSENT = object()
 NO_GQA = {"head_dim": ABSENT, "num_key_value_heads": ABSENT}
 NO_HEAD_DIM = {"head_dim": ABSENT}

@@ -64,9 +64,12 @@ def loading(name: str) -> Iterator[str]:
 
     A path that does not exist is never taken for a name on the hub.
     """
-    path = os.path.expanduser(name)
-    if (os.path.isabs(path) or path.startswith(".")) and not os.path.isdir(path):
-        raise NotDone(f"cannot load the model: there is no folder {name}")
+    from ..hf.loading import model_path  # needs no torch
+
+    try:
+        path = model_path(name)
+    except FileNotFoundError as error:
+        raise NotDone(f"cannot load the model: {error}") from None
     try:
         yield path
     except NotDone:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from ..engine import Engine
 from ..errors import RequestTooLong
@@ -23,7 +23,7 @@ def submit(engine: Engine, row: Row, on_too_long: OnTooLong) -> tuple[str, int]:
         Whatever `Engine.add_request` and the tokenizer raise.
     """
     try:
-        return engine.add_request(row.prompt, row.params, **_chat_options(row)), 0
+        return engine.add_request(row.prompt, row.params, chat_template_kwargs=row.chat_template_kwargs), 0
     except RequestTooLong as error:
         if on_too_long == "error":
             raise
@@ -47,10 +47,6 @@ def most_tokens(engine: Engine) -> int:
     stats = engine.stats()
     # The last token generated is never written, so that it needs no KV slot.
     return min(stats.max_model_len, stats.num_blocks * stats.block_size + 1)
-
-
-def _chat_options(row: Row) -> dict[str, Any]:
-    return {} if row.chat_template_kwargs is None else {"chat_template_kwargs": row.chat_template_kwargs}
 
 
 def _special_prefix(engine: Engine, token_ids: tuple[int, ...]) -> int:

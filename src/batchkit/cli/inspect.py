@@ -7,7 +7,6 @@ import os
 import platform
 import sys
 from importlib import metadata
-from pathlib import Path
 
 from ..errors import UnsupportedModel
 from .faults import NotDone, loading, one_line
@@ -45,10 +44,9 @@ def _version(package: str) -> str:
 def _cpu() -> str:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parts = [platform.machine() or "unknown", f"{usable} of {os.cpu_count()} cores usable"]
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
-    except OSError:
-        return ", ".join(parts)
+    from ..hf.loading import cpu_flags  # needs no torch
+
+    flags = cpu_flags()
     return ", ".join([*parts, *(name for name in _FEATURES if name in flags)])
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .tokenizer import HFTokenizer
 
-__all__ = ["default_device", "load_model", "load_weights"]
+__all__ = ["cpu_flags", "default_device", "load_model", "load_weights", "model_path"]
 
 logger = logging.getLogger("batchkit")
 
@@ -44,7 +44,19 @@ def load_model(
     from .tokenizer import HFTokenizer
 
     model = load_weights(name_or_path, device=device, dtype=dtype)
-    return model, HFTokenizer(AutoTokenizer.from_pretrained(os.path.expanduser(name_or_path)))
+    return model, HFTokenizer(AutoTokenizer.from_pretrained(model_path(name_or_path)))
+
+
+def model_path(name_or_path: str | os.PathLike[str]) -> str:
+    """What transformers is to load: a folder, with ``~`` resolved, or a name on the hub.
+
+    Raises:
+        FileNotFoundError: it is a path, and there is no such folder; it is never taken for a name on the hub.
+    """
+    path = os.path.expanduser(name_or_path)
+    if (os.path.isabs(path) or path.startswith(".")) and not os.path.isdir(path):
+        raise FileNotFoundError(f"there is no folder {name_or_path}")
+    return path
 
 
 def load_weights(
@@ -54,9 +66,7 @@ def load_weights(
     import torch
     from transformers import AutoModelForCausalLM
 
-    path = os.path.expanduser(name_or_path)
-    if (os.path.isabs(path) or path.startswith(".")) and not os.path.isdir(path):
-        raise FileNotFoundError(f"there is no folder {name_or_path}")  # and not a name on the hub
+    path = model_path(name_or_path)
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f'dtype must be "auto", or the name of a torch dtype such as "float32", got {dtype!r}')
     with _no_progress_bar():
@@ -74,11 +84,16 @@ def _has_half_units() -> bool:
     """Whether this CPU multiplies matrices in bfloat16 natively; True where it does not say."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
+    flags = cpu_flags()
+    return not flags or "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def cpu_flags() -> set[str]:
+    """The words with which the system describes its CPUs; none where it does not."""
     try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split()
+        return set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
     except OSError:
-        return True
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+        return set()
 
 
 def default_device() -> str:
