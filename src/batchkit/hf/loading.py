@@ -74,7 +74,7 @@ def load_weights(
     model = model.to(default_device() if device is None else device).eval()
     if model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16) and not _has_half_units():
         logger.warning(
-            '%s on a CPU that has no units for it is several times slower than float32: dtype="float32" is faster',
+            '%s on a CPU that has no units for it is slow: dtype="float32" is faster',
             str(model.dtype).removeprefix("torch."),
         )
     return model
