@@ -27,6 +27,7 @@ from .errors import (
     SchedulerStalled,
     UnsupportedModel,
 )
+from .params import LogitsProcessor, SamplingParams, StructuredOutputsParams
 from .preemption import Preemption, Recompute, Swap
 from .runner import ModelRunner
 from .scheduler import Scheduler, SchedulerOptions, Step
@@ -56,16 +57,17 @@ from .types import (
     Eviction,
     FinishReason,
     KVGeometry,
+    Logprob,
     Refusal,
     Request,
     RequestOutput,
     RequestTimings,
     RowResult,
     SamplerOutput,
-    SamplingParams,
     ScheduledSequence,
     SchedulerOutput,
     StepReport,
+    TokenLogprobs,
 )
 
 __version__ = "0.1.0"
@@ -95,6 +97,8 @@ __all__ = [
     "KVGeometry",
     "KVLost",
     "LeastSlackScheduler",
+    "LogitsProcessor",
+    "Logprob",
     "ModelRunner",
     "MonotonicClock",
     "OptimisticScheduler",
@@ -132,7 +136,9 @@ __all__ = [
     "Status",
     "Step",
     "StepReport",
+    "StructuredOutputsParams",
     "Swap",
+    "TokenLogprobs",
     "Tokenizer",
     "TrueLengths",
     "UnsupportedModel",

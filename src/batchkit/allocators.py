@@ -38,6 +38,8 @@ class BlockAllocator(ABC):
 
     growable: ClassVar[bool] = True
     """False: a table never grows past its first reservation."""
+    shares_blocks: ClassVar[bool] = False
+    """True: `grow` takes a `hit`, of blocks that another sequence holds or that `match` found."""
     prefix_caching: bool = False
     """True: `match` may find something, and `publish` is worth calling."""
 
@@ -51,6 +53,11 @@ class BlockAllocator(ABC):
     @abstractmethod
     def num_free_blocks(self) -> int:
         """Blocks that can be given out now: free ones and cached ones that nobody holds."""
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that nobody holds and that `match` can still find; `num_free_blocks` counts them too."""
+        return 0
 
     @abstractmethod
     def table(self, seq_id: int, row: int = 0) -> Sequence[int]:
@@ -90,7 +97,8 @@ class BlockAllocator(ABC):
             seq_id: a new one gets a table, starting with the blocks of `hit`.
             num_tokens: tokens that the table must cover.
             computed: how many of them are computed already, in `hit` or in the table.
-            hit: full blocks found by `match`; only for a sequence without a table.
+            hit: full blocks whose contents are the first tokens: found by `match`, or the first blocks in the table of
+                another sequence. Only for a sequence without a table, and only where `shares_blocks`.
             rows: tables of a beam group.
             reserve: tokens to take blocks for now, capped at the pool.
 
@@ -118,8 +126,13 @@ class BlockAllocator(ABC):
         """
         return ()
 
-    def publish(self, seq_id: int, row: int, token_ids: Sequence[int], num_computed: int) -> None:  # noqa: B027
-        """Let `match` find the full blocks among the first `num_computed` tokens. The default has no cache."""
+    def publish(  # noqa: B027
+        self, seq_id: int, row: int, token_ids: Sequence[int], num_computed: int, salt: str | None = None
+    ) -> None:
+        """Let `match` with the same salt find the full blocks among the first `num_computed` tokens.
+
+        Called when those have been written, whenever another block of a sequence is full. The default has no cache.
+        """
 
     def reassign(self, seq_id: int, parents: Sequence[int]) -> None:
         """Row k of a beam group goes on from row ``parents[k]``. The default knows no beam groups."""

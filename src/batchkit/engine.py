@@ -58,6 +58,7 @@ from .errors import (
     RunnerOutOfMemory,
 )
 from .intake import Intake, Prompt, named
+from .params import SamplingParams
 from .preemption import Swap
 from .runner import ModelRunner
 from .scheduler import API_VERSION, Scheduler, argument_names
@@ -75,7 +76,6 @@ from .types import (
     RequestTimings,
     RowResult,
     SamplerOutput,
-    SamplingParams,
     ScheduledSequence,
     SchedulerOutput,
     StepReport,

@@ -11,8 +11,9 @@ from typing import Any
 
 from .clocks import Clock
 from .errors import RequestError, RequestTooLong
+from .params import SamplingParams
 from .text import OutputText, Tokenizer
-from .types import KVGeometry, Request, SamplingParams
+from .types import KVGeometry, Request
 
 __all__ = ["Intake", "Prompt", "named"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .types import BlockCopy, KVGeometry, SamplerOutput, SchedulerOutput
+    from .types import BlockCopy, KVGeometry, Request, SamplerOutput, SchedulerOutput
 
 __all__ = ["ModelRunner"]
 
@@ -45,6 +45,15 @@ class ModelRunner(ABC):
     @abstractmethod
     def close(self) -> None:
         """Free everything. Idempotent."""
+
+    def check_request(self, request: Request) -> None:  # noqa: B027
+        """Called when a request is added: whether this runner can do what it asks for, a grammar for instance.
+
+        The default can do everything. What it finds out may be cached, and dropped like every cache.
+
+        Raises:
+            RequestError: it cannot, and why.
+        """
 
     def drop_caches(self) -> None:  # noqa: B027 - a default, not forgotten
         """Forget whatever can be rebuilt from rows. The default has nothing to forget."""

@@ -87,7 +87,7 @@ class Sequence:
     @property
     def max_kv(self) -> int:
         """The most KV slots it can ever need. The last token sampled is never written, hence the - 1."""
-        return self.num_prompt + self.request.max_tokens - 1
+        return self.num_prompt + max(self.request.max_tokens, 1) - 1
 
     def token_ids(self, start: int, stop: int) -> tuple[int, ...]:
         """The tokens at positions ``start .. stop - 1``; costs what it returns, not the history."""

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from .clocks import Clock, VirtualClock
 from .errors import InvariantError
+from .params import SamplingParams
 from .runner import ModelRunner
 from .types import (
     BlockCopy,
@@ -26,7 +27,6 @@ from .types import (
     RequestOutput,
     RowResult,
     SamplerOutput,
-    SamplingParams,
     ScheduledSequence,
     SchedulerOutput,
 )

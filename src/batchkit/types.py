@@ -8,11 +8,12 @@ Units: token counts and block counts are plain integers, times are seconds of th
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple
+
+from .params import SamplingParams
 
 __all__ = [
     "BlockCopy",
@@ -23,23 +24,40 @@ __all__ = [
     "Eviction",
     "FinishReason",
     "KVGeometry",
+    "Logprob",
     "Refusal",
     "Request",
     "RequestOutput",
     "RequestTimings",
     "RowResult",
     "SamplerOutput",
-    "SamplingParams",
     "ScheduledSequence",
     "SchedulerOutput",
     "StepReport",
+    "TokenLogprobs",
 ]
 
-FinishReason = Literal["stop", "length", "abort", "error"]
-"""Why a request ended: a stop token or string, its length limit, the caller, or its own fault."""
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+"""Why a sample ended: a stop token or string, its length limit, the caller, its ``timeout_s``, or its own fault."""
 
 CopyKind = Literal["copy", "swap_out", "swap_in"]
 """Where a block copy goes: within the device, from device to host, from host to device."""
+
+
+class Logprob(NamedTuple):
+    """How probable a token was.
+
+    Attributes:
+        logprob: natural logarithm of its probability, by the model's own logits.
+        rank: 1 for the most probable token, 2 for the next; of equally probable ones the lower id comes first.
+    """
+
+    logprob: float
+    rank: int
+
+
+TokenLogprobs = Mapping[int, Logprob]
+"""By token id, at one position: the best ones in their order, and the token that stands there, last if it is none."""
 
 
 class Refusal(Enum):
@@ -55,95 +73,6 @@ class Refusal(Enum):
     """The KV blocks do not suffice, even after all victims offered."""
 
 
-def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if math.isnan(value):
-        raise ValueError(f"{name} must be a number, got NaN")
-    return float(value)
-
-
-def _integer(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    return value
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How one request samples and when it stops. Names and meanings are vLLM's.
-
-    The filters apply in the order of transformers' logits warpers: temperature, top_k, top_p, min_p. The most
-    probable token always survives them.
-
-    Args:
-        max_tokens: the most tokens to generate, at least 1. None: as many as the model's length and the KV pool
-            allow, whichever is less; reaching either is finish reason ``"length"``.
-        min_tokens: stop tokens are not sampled, and stop strings not looked for, before this many tokens.
-        temperature: 0 is greedy; larger is flatter.
-        top_k: keep the k most probable tokens; 0 or -1 keeps all.
-        top_p: keep the smallest set of most probable tokens whose probability reaches top_p, in (0, 1].
-        min_p: drop tokens less probable than min_p times the most probable one, in [0, 1].
-        seed: a token is a function of (logits, seed, position), so the same seed gives the same tokens whatever
-            else runs. None: a fresh seed for each request.
-        stop: a string or strings that end the request when they appear in the generated text.
-        stop_token_ids: token ids that end the request, besides the model's own EOS tokens.
-        ignore_eos: the model's EOS tokens do not end the request; `stop_token_ids` still do.
-        include_stop_str_in_output: keep the stop string, or the text of the stop token, in the text.
-        skip_special_tokens: leave special tokens out of the text.
-        detokenize: False leaves `text` empty and saves the work; stop strings then cannot be used.
-    """
-
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    detokenize: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name in ("stop", "stop_token_ids"):
-            given = getattr(self, name)
-            if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
-                raise TypeError(f"{name} must be a sequence, got {given!r}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(_integer("a stop token id", t) for t in self.stop_token_ids))
-        if self.max_tokens is not None and _integer("max_tokens", self.max_tokens) < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if _integer("min_tokens", self.min_tokens) < 0:
-            raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) is larger than max_tokens ({self.max_tokens})")
-        if _number("temperature", self.temperature) < 0 or math.isinf(self.temperature):
-            raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
-        if _integer("top_k", self.top_k) < -1:
-            raise ValueError(f"top_k must be at least 1, or 0 or -1 to keep all tokens, got {self.top_k}")
-        if not 0 < _number("top_p", self.top_p) <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if not 0 <= _number("min_p", self.min_p) <= 1:
-            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-        if self.seed is not None:
-            _integer("seed", self.seed)
-        for string in stop:
-            if not isinstance(string, str):
-                raise TypeError(f"a stop string must be a string, got {string!r}")
-            if not string:
-                raise ValueError("a stop string must not be empty")
-        if stop and not self.detokenize:
-            raise ValueError("stop strings are looked for in the text, so they need detokenize=True")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Request:
     """What was asked for, with every default resolved. Compared by identity.
@@ -152,12 +81,14 @@ class Request:
         id: the caller's id, unique among live requests.
         prompt_token_ids: the prompt, never empty.
         params: what the caller gave.
-        max_tokens: the resolved limit; ``len(prompt_token_ids) + max_tokens - 1`` KV slots suffice for it, since
-            the last sampled token is never written.
+        max_tokens: the resolved limit; ``len(prompt_token_ids) + max(max_tokens, 1) - 1`` KV slots suffice for it,
+            since the last sampled token is never written.
         seed: the resolved seed.
         stop_token_ids: the ids that end it: `SamplingParams.stop_token_ids`, and EOS unless ``ignore_eos``.
         arrival: seconds on the engine's clock.
         prompt: the text it was given as, if it was text.
+        bad_words: `SamplingParams.bad_words` as tokens.
+        cache_salt: only requests with the same one share cached prefixes.
         priority, deadline, length_hint, metadata: for policies; the engine never reads them.
     """
 
@@ -169,6 +100,8 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     arrival: float = 0.0
     prompt: str | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    cache_salt: str | None = None
     priority: int = 0
     deadline: float | None = None
     length_hint: int | None = None
@@ -197,7 +130,7 @@ class KVGeometry:
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_model_len", "vocab_size"):
-            if _integer(name, getattr(self, name)) < 1:
+            if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.host_blocks < 0:
             raise ValueError(f"host_blocks must be at least 0, got {self.host_blocks}")
@@ -330,14 +263,16 @@ class RowResult:
 
     Attributes:
         token_ids: empty if the row does not sample, else one token.
-        logprobs: of the sampled tokens.
-        prompt_logprobs: by position, so that computing a position again overwrites it.
+        logprobs: one for each of `token_ids`, where the request asks for them.
+        prompt_logprobs: where sample 0 of the request asks for them: those of the prompt's tokens that the row's
+            positions predict, by the position of the token predicted, so that computing a position again overwrites it.
+            A row over positions ``[s, e)`` gives ``s + 1 .. min(e, P - 1)`` of a prompt of P tokens.
         error: ends this request alone.
     """
 
     token_ids: tuple[int, ...] = ()
-    logprobs: Mapping[int, float] | None = None
-    prompt_logprobs: Mapping[int, float] | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: Mapping[int, TokenLogprobs] | None = None
     error: str | None = None
 
 
@@ -359,7 +294,7 @@ class RequestTimings:
         first_token: when its first token was delivered. Preemption does not reset it.
         finished: when it ended.
         num_preemptions: how often it lost its blocks.
-        cached_tokens: prompt tokens that a prefix hit saved.
+        cached_tokens: prompt tokens of the first sample that a prefix hit saved.
         recomputed_tokens: tokens whose KV was computed once more after a preemption.
     """
 
@@ -380,17 +315,18 @@ class Completion:
         new_text: the text that this output adds. It never splits a character and never holds a part of a stop string.
         new_token_ids: the tokens that this output adds.
         finish_reason: None while it runs.
-        logprobs: of the tokens, if asked for.
+        cumulative_logprob: the sum of the log-probabilities of `token_ids`, if `SamplingParams.logprobs` asks for them.
     """
 
     __slots__ = (
         "_ids",
+        "_logprobs",
         "_num_ids",
         "_num_pieces",
         "_pieces",
+        "cumulative_logprob",
         "finish_reason",
         "index",
-        "logprobs",
         "new_text",
         "new_token_ids",
     )
@@ -404,16 +340,18 @@ class Completion:
         pieces: Sequence[str],
         new_text: str,
         finish_reason: FinishReason | None,
-        logprobs: Sequence[Mapping[int, float]] | None = None,
+        logprobs: Sequence[TokenLogprobs] | None = None,
+        cumulative_logprob: float | None = None,
     ) -> None:
         self.index = index
         self.new_text = new_text
         self.new_token_ids = new_token_ids
         self.finish_reason = finish_reason
-        self.logprobs = logprobs
+        self.cumulative_logprob = cumulative_logprob
         # Append-only buffers that go on growing while the request runs; the counts freeze what this output saw.
         self._ids, self._num_ids = ids, len(ids)
         self._pieces, self._num_pieces = pieces, len(pieces)
+        self._logprobs = logprobs
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -430,6 +368,11 @@ class Completion:
         """All text so far. Linear in its length."""
         return "".join(self._pieces[: self._num_pieces])
 
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
+        """One for each of `token_ids`, if `SamplingParams.logprobs` asks for them. Linear in their number."""
+        return None if self._logprobs is None else tuple(self._logprobs[: self._num_ids])
+
     def __repr__(self) -> str:
         return (
             f"Completion(index={self.index}, text={self.text!r}, token_ids={self.token_ids}, "
@@ -444,12 +387,14 @@ class RequestOutput:
     Attributes:
         request_id: the caller's id.
         prompt_token_ids: the prompt.
-        outputs: one `Completion` per sample.
-        finished: nothing follows.
+        outputs: one `Completion` for each of the ``n`` samples, by index.
+        finished: nothing follows, of any sample.
         timings: see `RequestTimings`.
         error: what went wrong, with finish reason ``"error"``.
         prompt: the prompt's text, if it was given as text.
         position: of the prompt among those of `Engine.generate` or `Engine.stream`, counted from 0.
+        prompt_logprobs: one for each token of the prompt, None for the first, if `SamplingParams.prompt_logprobs` asks
+            for them. Complete from the first output on.
     """
 
     request_id: str
@@ -460,6 +405,7 @@ class RequestOutput:
     error: str | None = None
     prompt: str | None = None
     position: int | None = None
+    prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
 
     @property
     def text(self) -> str:
@@ -530,10 +476,13 @@ class EngineStats:
         num_free_blocks: blocks that may be given out now.
         peak_used_blocks: the most blocks that were held while rows were computed.
         num_preemptions: how often a sequence lost its blocks.
+        num_cached_blocks: of those, blocks that hold a cached prefix.
         prompt_tokens, generated_tokens: of requests that have been scheduled, each counted once.
+        cached_tokens: tokens that went not through the model, because their KV was found: in the prefix cache, or with
+            another sample of the same request.
         computed_tokens: tokens that went through the model, idle rows and recomputation among them.
         recomputed_tokens: tokens whose KV was thrown away.
-        finished: how many requests ended for each reason.
+        finished: how many requests ended for each reason, which of several samples is the first one's.
     """
 
     scheduler: str
@@ -547,10 +496,12 @@ class EngineStats:
     num_waiting: int
     num_running: int
     num_free_blocks: int
+    num_cached_blocks: int
     peak_used_blocks: int
     num_preemptions: int
     prompt_tokens: int
     generated_tokens: int
+    cached_tokens: int
     computed_tokens: int
     recomputed_tokens: int
     finished: Mapping[FinishReason, int]

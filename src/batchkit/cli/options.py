@@ -10,8 +10,8 @@ from typing import Any, NoReturn, TypeVar, get_args
 
 from typing_extensions import override
 
+from ..params import SamplingParams
 from ..sizes import parse_bytes
-from ..types import SamplingParams
 from .fit import OnTooLong
 from .records import FIELDS
 from .specs import SCHEDULERS, parse_policy, try_policy

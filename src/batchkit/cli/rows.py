@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..types import SamplingParams
+from ..params import SamplingParams
 from .templates import Template
 
 __all__ = ["BadRow", "Row", "RowReader"]

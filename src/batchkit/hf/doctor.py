@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from typing_extensions import override
 
-from ..types import Request, RowResult, SamplerOutput, SamplingParams, ScheduledSequence, SchedulerOutput
+from ..params import SamplingParams
+from ..types import Request, RowResult, SamplerOutput, ScheduledSequence, SchedulerOutput
 from .attention import structural_clone
 from .runner import BLOCK_SIZE, TransformersRunner, model_len
 

@@ -11,7 +11,8 @@ import torch
 from .uniform import uniform
 
 if TYPE_CHECKING:
-    from ..types import SamplingParams, ScheduledSequence
+    from ..params import SamplingParams
+    from ..types import ScheduledSequence
 
 __all__ = ["sample"]
 

@@ -6,8 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 
 from ..errors import ConformanceError
+from ..params import SamplingParams
 from ..runner import ModelRunner
-from ..types import BlockCopy, Request, RowResult, SamplingParams, ScheduledSequence, SchedulerOutput
+from ..types import BlockCopy, Request, RowResult, ScheduledSequence, SchedulerOutput
 
 __all__ = ["check_runner"]
 

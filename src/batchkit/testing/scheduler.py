@@ -13,12 +13,13 @@ from ..allocators import BlockAllocator, ContiguousAllocator, PagedAllocator
 from ..clocks import VirtualClock
 from ..engine import Engine
 from ..errors import BatchkitError, ConformanceError, InvariantError, SchedulerStalled
+from ..params import SamplingParams
 from ..preemption import Swap
 from ..scheduler import Scheduler, Step
 from ..schedulers import OrcaScheduler
 from ..sequence import Sequence, Status
 from ..simulate import SimulatedRunner
-from ..types import KVGeometry, RequestOutput, SamplerOutput, SamplingParams, ScheduledSequence, SchedulerOutput
+from ..types import KVGeometry, RequestOutput, SamplerOutput, ScheduledSequence, SchedulerOutput
 
 __all__ = ["check_scheduler"]
 
