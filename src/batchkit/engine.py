@@ -528,6 +528,14 @@ class Engine:
             finally:
                 self._in_hook = False
 
+    @property
+    def wait_until(self) -> float | None:
+        """When there is something to do again, in seconds of the engine's clock, as of the last step; None: now.
+
+        For loops that wait by means of their own; others call `wait`.
+        """
+        return self._wait_until
+
     def wait(self, until: float | None = None) -> None:
         """Sleep until the time that the last step's policy waits for; return at once if it waits for none.
 
