@@ -29,9 +29,11 @@ What happens when something fails:
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import logging
+import math
 import os
 import threading
 import time
@@ -39,7 +41,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from numbers import Integral
+from heapq import heapify, heappop, heappush
+from numbers import Integral, Real
 from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -58,6 +61,7 @@ from .errors import (
     RunnerOutOfMemory,
 )
 from .intake import Intake, Prompt, named
+from .live import LiveRequest, LiveSample
 from .params import SamplingParams
 from .preemption import Swap
 from .runner import ModelRunner
@@ -65,7 +69,7 @@ from .scheduler import API_VERSION, Scheduler, argument_names
 from .schedulers import ChunkedPrefillScheduler
 from .sequence import Sequence, Status
 from .stopping import advance
-from .text import OutputText, Tokenizer
+from .text import Tokenizer
 from .trace import TraceWriter
 from .types import (
     Completion,
@@ -92,83 +96,8 @@ logger.addHandler(logging.NullHandler())  # what is shown is the host program's 
 OnError = Literal["raise", "return"]
 
 _FAILURES_BEFORE_GIVING_UP = 3
+_SLACK = 64  # timeouts of requests that have ended, beyond as many as there are live ones, before they are swept out
 _IN_USE = "_serves_an_engine"
-
-
-class _Live:
-    """What the engine knows of a live sequence beyond its scheduling state."""
-
-    __slots__ = (
-        "aborted",
-        "error",
-        "finished",
-        "first_scheduled",
-        "first_token",
-        "inbox",
-        "num_delivered",
-        "num_pieces_delivered",
-        "position",
-        "reason",
-        "seq",
-        "text",
-        "timings",
-    )
-
-    def __init__(
-        self, seq: Sequence, text: OutputText | None, position: int | None, inbox: deque[RequestOutput] | None
-    ) -> None:
-        self.seq = seq
-        self.text = text
-        self.position = position
-        self.inbox = inbox  # of the stream that it belongs to
-        self.first_scheduled: float | None = None
-        self.first_token: float | None = None
-        self.finished: float | None = None
-        self.num_delivered = 0
-        self.num_pieces_delivered = 0
-        self.reason: FinishReason | None = None
-        self.error: str | None = None
-        self.aborted = False
-        self.timings = RequestTimings(arrival=seq.request.arrival)
-
-    def output(self, now: float, *, final: bool) -> RequestOutput:
-        """What is new since the last call."""
-        seq, request = self.seq, self.seq.request
-        ids, pieces = seq.output, self.text.pieces if self.text else ()
-        if self.first_token is None and ids:
-            self.first_token = now
-        if final:
-            self.finished = now
-        known = self.timings
-        if final or known.first_token is None or known.num_preemptions != seq.num_preemptions:
-            self.timings = RequestTimings(
-                arrival=request.arrival,
-                first_scheduled=self.first_scheduled,
-                first_token=self.first_token,
-                finished=self.finished,
-                num_preemptions=seq.num_preemptions,
-                cached_tokens=seq.num_cached,
-                recomputed_tokens=seq.num_recomputed,
-            )
-        completion = Completion(
-            index=seq.index,
-            ids=ids,
-            new_token_ids=tuple(ids[self.num_delivered :]),
-            pieces=pieces,
-            new_text="".join(pieces[self.num_pieces_delivered :]),
-            finish_reason=self.reason if final else None,
-        )
-        self.num_delivered, self.num_pieces_delivered = len(ids), len(pieces)
-        return RequestOutput(
-            request_id=request.id,
-            prompt_token_ids=request.prompt_token_ids,
-            outputs=(completion,),
-            finished=final,
-            timings=self.timings,
-            error=self.error,
-            prompt=request.prompt,
-            position=self.position,
-        )
 
 
 class Engine:
@@ -239,8 +168,8 @@ class Engine:
         self._max_model_len = min(geometry.max_model_len, scheduler.max_model_len or geometry.max_model_len)
         self._intake = Intake(geometry, tokenizer, self._clock, self._max_model_len)
 
-        self._live: dict[int, _Live] = {}  # by Sequence.id
-        self._by_id: dict[str, _Live] = {}  # by the caller's id
+        self._live: dict[int, LiveRequest] = {}  # by the Sequence.id of each sample that the scheduler has
+        self._by_id: dict[str, LiveRequest] = {}  # by the caller's id
         self._outbox: list[RequestOutput] = []
         self._inboxes: dict[int, deque[RequestOutput]] = {}  # of the streams that are read, by their `id`
         self._closed = False
@@ -253,7 +182,8 @@ class Engine:
         # Makes "is it live?" and "mark it aborted" one act. Its holder may take it again: a stream that is thrown away
         # aborts what runs, at whatever line of this thread the garbage is collected.
         self._id_lock = threading.RLock()
-        self._aborts: deque[_Live] = deque()
+        self._aborts: deque[LiveRequest] = deque()
+        self._timeouts: list[tuple[float, int, LiveRequest]] = []  # a heap; those that have ended among them
         self._next_id = 0
         self._wait_until: float | None = None
         self._failures = 0  # failed steps in a row
@@ -307,6 +237,7 @@ class Engine:
         num_kv_blocks: int | None = None,
         block_size: int | None = None,
         swap_memory: int | str | None = None,
+        prefix_caching: bool = False,
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_tokens_per_step: int | None = None,
@@ -330,6 +261,8 @@ class Engine:
             block_size: tokens per block. Default: the attention backend's choice.
             swap_memory: host memory for preempted sequences, in bytes or like "1GiB". Default: none, they are
                 recomputed.
+            prefix_caching: keep the KV of prompts and outputs for requests that begin with the same tokens, for as long
+                as nobody needs the memory.
             max_model_len: the most tokens of prompt and output together. Default: the model's limit.
             max_num_seqs: see `Scheduler`.
             max_tokens_per_step: see `Scheduler`.
@@ -350,6 +283,10 @@ class Engine:
         if not (isinstance(allocator, type) and issubclass(allocator, BlockAllocator)):
             raise TypeError(f"allocator must be a subclass of BlockAllocator, got {allocator!r}")
         _check_arguments(scheduler, scheduler_args)
+        if not isinstance(prefix_caching, bool):
+            raise TypeError(f"prefix_caching must be True or False, got {prefix_caching!r}")
+        if prefix_caching and "prefix_caching" not in inspect.signature(allocator).parameters:
+            raise ValueError(f"{allocator.__name__} cannot keep prefixes; prefix_caching needs a PagedAllocator")
         runner = TransformersRunner(
             model,
             kv_memory=kv_memory,
@@ -362,8 +299,9 @@ class Engine:
         try:
             geometry = runner.geometry
             host = PagedAllocator(geometry.host_blocks, geometry.block_size) if geometry.host_blocks else None
+            caching = {"prefix_caching": True} if prefix_caching else {}
             policy = scheduler(
-                allocator(geometry.num_blocks, geometry.block_size),
+                allocator(geometry.num_blocks, geometry.block_size, **caching),
                 max_model_len=geometry.max_model_len,
                 max_num_seqs=max_num_seqs,
                 max_tokens_per_step=max_tokens_per_step,
@@ -388,6 +326,8 @@ class Engine:
         deadline: float | None = None,
         length_hint: int | None = None,
         metadata: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
+        cache_salt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Queue a request. All or nothing: if it raises, the engine is as it was.
@@ -403,6 +343,9 @@ class Engine:
             deadline: in seconds of the engine's clock.
             length_hint: a guess of the number of tokens it will generate.
             metadata: anything, a tenant's name for instance.
+            timeout_s: end it with finish reason ``"timeout"`` at the first step so many seconds after this call.
+            cache_salt: it shares cached prefixes only with requests that have the same one, or none as well: whether a
+                prompt is in the cache can be told from its time, and a tenant's salt keeps that from others.
             chat_template_kwargs: for the chat template of messages, such as ``tools``. By default it opens the
                 assistant's turn (``add_generation_prompt``), unless ``continue_final_message`` is set.
 
@@ -424,6 +367,8 @@ class Engine:
             deadline=deadline,
             length_hint=length_hint,
             metadata=metadata,
+            timeout_s=timeout_s,
+            cache_salt=cache_salt,
             chat_template_kwargs=chat_template_kwargs,
         )
 
@@ -434,22 +379,37 @@ class Engine:
         *,
         position: int | None = None,
         inbox: deque[RequestOutput] | None = None,
+        timeout_s: float | None = None,
         **options: Any,
     ) -> str:
+        due = None if timeout_s is None else self._clock() + _seconds("timeout_s", timeout_s)
         with self._turn():
-            self._apply_aborts()
+            self._end_what_is_due()
             request = self._intake.request(prompt, params, fresh_id=self._fresh_id, **options)
             if request.id in self._by_id:
                 raise DuplicateRequest(f"a request with id {request.id!r} is still alive")
-            live = _Live(Sequence(request), self._intake.text(request), position, inbox)
-            self._scheduler.add(live.seq)
-            self._live[live.seq.id] = live
+            self._runner.check_request(request)
+            samples = [LiveSample(seq, self._intake.text(request)) for seq in Sequence.samples_of(request)]
+            live = LiveRequest(request, samples, position, inbox)
+            self._queue(live, 1)
             with self._id_lock:
                 self._by_id[request.id] = live
-            self._wait_until = None  # it may be what the policy waited for
+            if due is not None:
+                if len(self._timeouts) > 2 * len(self._by_id) + _SLACK:
+                    self._timeouts = [entry for entry in self._timeouts if not entry[2].has_ended]
+                    heapify(self._timeouts)
+                heappush(self._timeouts, (due, samples[0].seq.id, live))
             if self._trace is not None:
                 self._trace.added(request)
             return request.id
+
+    def _queue(self, live: LiveRequest, count: int) -> None:
+        """Give the scheduler the next `count` samples, in front of who waits unless it is the first."""
+        samples = [live.unqueued.popleft() for _ in range(count)]
+        for sample in reversed(samples):
+            self._scheduler.add(sample.seq, front=sample.seq.index > 0)
+            self._live[sample.seq.id] = live
+        self._wait_until = None  # it may be what the policy waited for
 
     def encode(self, prompt: Prompt, *, chat_template_kwargs: Mapping[str, Any] | None = None) -> tuple[int, ...]:
         """The token ids that `add_request` would make of a prompt; to count them, or to cut them.
@@ -475,9 +435,9 @@ class Engine:
         """
         with self._id_lock:
             live = self._by_id.get(request_id)
-            if live is None or live.aborted:
+            if live is None or live.ending is not None:
                 return False
-            live.aborted = True
+            live.ending = "abort"
             self._aborts.append(live)
         self._abort_now()
         return True
@@ -488,7 +448,7 @@ class Engine:
         if threading.get_ident() == self._owner and self._turn_lock.acquire(blocking=False):
             try:
                 if not self._in_turn:
-                    self._apply_aborts()
+                    self._end_what_is_due()
             finally:
                 self._turn_lock.release()
 
@@ -534,7 +494,8 @@ class Engine:
 
         For loops that wait by means of their own; others call `wait`.
         """
-        return self._wait_until
+        due = self._wait_until
+        return due if due is None or not self._timeouts else min(due, self._timeouts[0][0])
 
     def wait(self, until: float | None = None) -> None:
         """Sleep until the time that the last step's policy waits for; return at once if it waits for none.
@@ -547,12 +508,12 @@ class Engine:
 
     def _wait(self, until: float | None = None) -> None:
         with self._turn():
-            due, self._wait_until = self._wait_until, None
+            due, self._wait_until = self.wait_until, None
         if due is not None and not self._aborts:  # others may call while it sleeps
             self._clock.sleep_until(due if until is None else min(until, due))
 
     def _advance(self) -> StepReport | None:
-        self._apply_aborts()
+        self._end_what_is_due()
         self._wait_until = None
         if not self._live:
             return None
@@ -695,104 +656,138 @@ class Engine:
         """Take the results in. Returns the number of tokens kept and of requests ended."""
         scheduler = self._scheduler
         before = sum(self._finished.values())
-        self._apply_aborts()
-        news: dict[int, _Live] = {}
+        self._end_what_is_due()
+        news: dict[str, LiveRequest] = {}
         num_new_tokens = 0
         for row, result in results:
             self._computed_tokens += row.num_tokens
             live = self._live.get(row.seq_id)
-            if live is None or row.idle or live.seq.status is not Status.RUNNING:
+            if live is None or row.idle:
+                continue
+            sample = live.samples[row.sample_index]
+            if sample.seq.status is not Status.RUNNING:
                 continue
             if live.first_scheduled is None:
                 live.first_scheduled = now
-                self._prompt_tokens += live.seq.num_prompt
+                self._prompt_tokens += sample.seq.num_prompt
             try:
-                reason = self._take(live, row, result)
+                reason = self._take(live, sample, row, result)
             except Exception as fault:
-                live.error = str(fault) if isinstance(fault, RunnerError) else named(fault)
-                scheduler.abort(live.seq)
-                self._end(live, "error")
+                self._fail(live, str(fault) if isinstance(fault, RunnerError) else named(fault))
+                news.pop(live.request.id, None)
                 continue
             except BaseException:
                 # Interrupted between its token and its text: neither can be taken back. The others are planned anew.
-                live.error = "interrupted while its token was taken in"
-                scheduler.abort(live.seq)
-                self._end(live, "error")
+                self._fail(live, "interrupted while its token was taken in")
                 raise
             if row.samples:
                 num_new_tokens += 1
                 self._errors = 0
-                news[row.seq_id] = live
+                news[live.request.id] = live
             if reason is not None:
-                live.reason = reason
-                scheduler.finish(live.seq)
+                sample.due = reason
+                scheduler.finish(sample.seq)
+            if row.samples and live.unqueued:
+                # The prompt is computed; its blocks are there for the others, unless they go with this sample.
+                self._queue(live, len(live.unqueued) if reason is None else 1)
         self._generated_tokens += num_new_tokens
-        for seq_id in self._retire():
-            news.pop(seq_id, None)
+        self._retire(news)
         if scheduler.streams and news:
             delivered = self._clock()
             for live in news.values():
-                self._deliver(live, live.output(delivered, final=False))
+                self._deliver(live, live.output(delivered))
         return num_new_tokens, sum(self._finished.values()) - before
 
-    def _take(self, live: _Live, row: ScheduledSequence, result: RowResult) -> FinishReason | None:
+    def _take(
+        self, live: LiveRequest, sample: LiveSample, row: ScheduledSequence, result: RowResult
+    ) -> FinishReason | None:
         """Commit one row. What it raises ends the request."""
         if result.error is not None:
             raise RunnerError(result.error)
-        seq = live.seq
+        seq = sample.seq
         if len(result.token_ids) != row.samples:
             raise RunnerError(f"the runner sampled {len(result.token_ids)} tokens where {int(row.samples)} was due")
         vocab_size = self._runner.geometry.vocab_size
         if row.samples and not 0 <= result.token_ids[0] < vocab_size:
             raise RunnerError(f"the runner sampled token {result.token_ids[0]}, the vocabulary has {vocab_size}")
-        seq.num_computed = row.start + row.num_tokens
+        seq.num_computed = end = row.start + row.num_tokens
         allocator = self._scheduler.allocator
-        if allocator.prefix_caching:
-            allocator.publish(seq.id, row.row, seq.token_ids(0, seq.num_computed), seq.num_computed)
-        if not row.samples:
-            return None
-        seq.output.append(result.token_ids[0])
-        return advance(seq.request, seq.output, live.text)
+        if allocator.prefix_caching and end // allocator.block_size > row.start // allocator.block_size:
+            allocator.publish(seq.id, row.row, seq.token_ids(0, end), end, live.request.cache_salt)
+        if live.prompt_logprobs is not None and row.sample_index == 0 and row.start < seq.num_prompt:
+            live.take_prompt_logprobs(result.prompt_logprobs, end)
+        if row.samples:
+            sample.append(result)
+            return advance(seq.request, seq.output, sample.text)
+        return "length" if end == seq.num_tokens and not seq.request.max_tokens else None
 
-    def _retire(self) -> list[int]:
-        """Finished sequences that may leave go; their requests end."""
-        leaving = self._scheduler.retire()
-        for seq in leaving:
-            live = self._live[seq.id]
-            assert live.reason is not None
-            self._end(live, live.reason)
-        return [seq.id for seq in leaving]
+    def _retire(self, news: dict[str, LiveRequest] | None = None) -> None:
+        """Finished sequences that may leave go, and with its last one a request ends; adds to `news` those that go on.
 
-    def _apply_aborts(self) -> None:
+        What is in `news` of a request that ends is in its last output.
+        """
+        news = {} if news is None else news
+        for seq in self._scheduler.retire():
+            live = self._live.pop(seq.id)
+            sample = live.samples[seq.index]
+            sample.reason = sample.due
+            if live.has_ended:
+                news.pop(live.request.id, None)
+                self._end(live)
+            else:
+                news[live.request.id] = live
+
+    def _fail(self, live: LiveRequest, error: str) -> None:
+        live.error = error
+        self._end(live, "error")
+
+    def _end_what_is_due(self) -> None:
+        """Requests that were aborted, or whose time is up, end."""
+        if self._timeouts:
+            now = self._clock()
+            while self._timeouts and self._timeouts[0][0] <= now:
+                live = heappop(self._timeouts)[2]
+                with self._id_lock:
+                    if live.ending is None:
+                        live.ending = "timeout"
+                        self._aborts.append(live)
         while self._aborts:
             live = self._aborts.popleft()
-            if live.seq.id in self._live:
-                self._scheduler.abort(live.seq)
-                self._end(live, "abort")
+            if not live.has_ended:
+                assert live.ending is not None
+                self._end(live, live.ending)
 
-    def _end(self, live: _Live, reason: FinishReason) -> None:
-        """The last output of a sequence that has left the scheduler."""
-        if live.text is not None:
-            try:
-                live.text.finish()
-            except Exception as fault:
-                live.error = live.error or named(fault)
-                reason = "error"
+    def _end(self, live: LiveRequest, reason: FinishReason | None = None) -> None:
+        """The last output of a request: its samples have left the scheduler, or leave it here for `reason`."""
         with self._id_lock:
-            if live.aborted:
-                # It was promised, even if the request ended in the same step.
-                reason, live.error = "abort", None
-            self._by_id.pop(live.seq.request.id, None)
-        live.reason = reason
-        output = live.output(self._clock(), final=True)
+            self._by_id.pop(live.request.id, None)
+            # It was promised, even if the request ended in the same step.
+            promised = live.ending
+        for sample in live.samples:
+            if sample.text is not None:
+                try:
+                    sample.text.finish()
+                except Exception as fault:
+                    live.error = live.error or named(fault)
+                    sample.reason = "error"
+            if sample.reason is None:
+                if self._live.pop(sample.seq.id, None) is not None:
+                    self._scheduler.abort(sample.seq)
+                sample.reason = promised or reason
+            elif promised and not sample.is_delivered:
+                sample.reason = promised
+        live.unqueued.clear()
+        if promised:
+            live.error = None
+        output = live.output(self._clock())
         self._deliver(live, output)
         if self._trace is not None:
-            self._trace.ended(output, live.seq.id)
-        del self._live[live.seq.id]
-        self._finished[reason] += 1
-        self._recomputed_tokens += live.seq.num_recomputed
+            self._trace.ended(output, [sample.seq.id for sample in live.samples])
+        assert output.finish_reason is not None
+        self._finished["error" if output.error else output.finish_reason] += 1
+        self._recomputed_tokens += output.timings.recomputed_tokens
 
-    def _deliver(self, live: _Live, output: RequestOutput) -> None:
+    def _deliver(self, live: LiveRequest, output: RequestOutput) -> None:
         (self._outbox if live.inbox is None else live.inbox).append(output)
 
     # ------------------------------------------------------------------------------- whole batches
@@ -803,6 +798,7 @@ class Engine:
         params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         progress: bool = False,
+        on_output: Callable[[RequestOutput], object] | None = None,
         on_error: OnError = "raise",
         window: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -816,6 +812,8 @@ class Engine:
             prompts: what `add_request` takes, many of them; any iterable, read as there is room.
             params: one for all, or one for each.
             progress: show a bar on stderr.
+            on_output: called with each final output as soon as it is there, to save it for instance. If it raises, that
+                output's finish reason becomes ``"error"``, and the others go on.
             on_error: what becomes of a prompt that cannot be taken: "raise" raises at once, "return" gives it an
                 output with finish reason ``"error"``. A request that fails while it runs always gives such an output.
             window: at most so many of the prompts are in the engine at a time. Default: 1024, or four for each seat.
@@ -827,6 +825,8 @@ class Engine:
                 is in the error's `outputs`.
             ValueError: there are fewer or more params than prompts.
         """
+        if on_output is not None and not callable(on_output):
+            raise TypeError(f"on_output must be a function of a RequestOutput, got {on_output!r}")
         results: dict[int, RequestOutput] = {}
         bar = None
         outputs = self.stream(
@@ -840,7 +840,7 @@ class Engine:
             for output in outputs:
                 if output.finished:
                     assert output.position is not None
-                    results[output.position] = output
+                    results[output.position] = output if on_output is None else _handed_on(output, on_output)
                     if bar is not None:
                         bar.update()
         except PromptsFailed as failure:
@@ -936,9 +936,9 @@ class Engine:
         finally:
             self._inboxes.pop(id(inbox), None)
             with self._id_lock:
-                mine = [live for live in list(self._live.values()) if live.inbox is inbox and not live.aborted]
+                mine = [live for live in list(self._by_id.values()) if live.inbox is inbox and live.ending is None]
                 for live in mine:
-                    live.aborted = True
+                    live.ending = "abort"
                 self._aborts.extend(mine)
             self._abort_now()
         if failure is not None:
@@ -979,13 +979,15 @@ class Engine:
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
             num_free_blocks=allocator.num_free_blocks,
+            num_cached_blocks=allocator.num_cached_blocks,
             peak_used_blocks=self._peak_used_blocks,
             num_preemptions=self._num_preemptions,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
+            cached_tokens=scheduler.num_cached_tokens,
             computed_tokens=self._computed_tokens,
             recomputed_tokens=self._recomputed_tokens
-            + sum(live.seq.num_recomputed for live in list(self._live.values())),
+            + sum(sample.seq.num_recomputed for live in list(self._by_id.values()) for sample in live.samples),
             finished=dict(self._finished),
         )
 
@@ -1019,9 +1021,8 @@ class Engine:
                 self._outbox += inbox
                 inbox.clear()
             try:
-                for live in list(self._live.values()):
+                for live in list(self._by_id.values()):
                     live.inbox = None
-                    self._scheduler.abort(live.seq)
                     self._end(live, "abort")
             finally:
                 self._closed = True
@@ -1131,6 +1132,27 @@ def _pairs(
         yield prompt, param
     if next(rest, rest) is not rest:
         raise ValueError(f"more params than the {count} prompts")
+
+
+def _seconds(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a time in seconds, got {value!r}")
+    seconds = float(value)
+    if not 0 < seconds < math.inf:
+        raise RequestError(f"{name} must be finite and above 0 seconds, got {value}")
+    return seconds
+
+
+def _handed_on(output: RequestOutput, on_output: Callable[[RequestOutput], object]) -> RequestOutput:
+    """The output, or one that says that its callback raised."""
+    try:
+        on_output(output)
+    except Exception as fault:
+        outputs = tuple([copy.copy(completion) for completion in output.outputs])
+        for completion in outputs:
+            completion.finish_reason = "error"
+        return replace(output, outputs=outputs, error=f"on_output raised {named(fault)}")
+    return output
 
 
 def _refused(position: int, error: Exception, now: float) -> RequestOutput:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import operator
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 from .clocks import Clock
 from .errors import RequestError, RequestTooLong
 from .params import SamplingParams
-from .text import OutputText, Tokenizer
+from .text import OutputText, Tokenizer, num_shared
 from .types import KVGeometry, Request
 
 __all__ = ["Intake", "Prompt", "named"]
@@ -52,14 +52,16 @@ class Intake:
         deadline: float | None = None,
         length_hint: int | None = None,
         metadata: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
         """The request. Arguments and errors are those of `Engine.add_request`; `fresh_id` names one without an id."""
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
             raise TypeError(f"params must be SamplingParams, got {params!r}")
-        if request_id is not None and not isinstance(request_id, str):
-            raise TypeError(f"request_id must be a string, got {request_id!r}")
+        for name, text in (("request_id", request_id), ("cache_salt", cache_salt)):
+            if text is not None and not isinstance(text, str):
+                raise TypeError(f"{name} must be a string, got {text!r}")
         # For policies, which are to be spared what they cannot compute with.
         policy_values: tuple[tuple[str, Any, str], ...] = (
             ("arrival", arrival, "a time in seconds"),
@@ -79,7 +81,12 @@ class Intake:
         token_ids = self.token_ids(prompt, chat_template_kwargs)
         stop_token_ids = self._stop_token_ids(params)
         vocab_size = self._geometry.vocab_size
-        for kind, ids in (("prompt token", token_ids), ("stop token", stop_token_ids)):
+        for kind, ids in (
+            ("prompt token", token_ids),
+            ("stop token", stop_token_ids),
+            ("allowed token", params.allowed_token_ids or ()),
+            ("logit_bias token", params.logit_bias or ()),
+        ):
             for token in ids:
                 if not 0 <= token < vocab_size:
                     raise RequestError(f"{kind} id {token} is not in the vocabulary of {vocab_size}")
@@ -92,6 +99,8 @@ class Intake:
             stop_token_ids=frozenset(stop_token_ids if params.ignore_eos else stop_token_ids | self._eos_token_ids),
             arrival=self._clock() if arrival is None else arrival,
             prompt=prompt if isinstance(prompt, str) else None,
+            bad_words=tuple(dict.fromkeys(ids for word in params.bad_words for ids in self._bad_word(word))),
+            cache_salt=cache_salt,
             priority=priority,
             deadline=deadline,
             length_hint=length_hint,
@@ -124,7 +133,7 @@ class Intake:
         if chat_template_kwargs is not None and not is_chat:
             raise RequestError("chat_template_kwargs are for messages, and this prompt is not a list of messages")
         if isinstance(items, str):
-            token_ids = self._encode(items)
+            token_ids = self._encode(items, "prompt")
         elif is_chat:
             token_ids = self._apply_chat_template(items, chat_template_kwargs or {})
         else:
@@ -138,13 +147,13 @@ class Intake:
             raise RequestError("the prompt is empty: there is no token to continue from")
         return token_ids
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text: str, what: str) -> tuple[int, ...]:
         if self._tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer, and this engine has none; give token ids")
         try:
             return tuple(map(operator.index, self._tokenizer.encode(text)))
         except Exception as fault:
-            raise RequestError(f"the tokenizer cannot encode the prompt: {named(fault)}") from fault
+            raise RequestError(f"the tokenizer cannot encode the {what}: {named(fault)}") from fault
 
     def _apply_chat_template(self, messages: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
         for index, message in enumerate(messages):
@@ -169,6 +178,19 @@ class Intake:
             stop_token_ids |= {found for s in params.stop if (found := special(s)) is not None}
         return stop_token_ids
 
+    def _bad_word(self, word: str) -> Iterator[tuple[int, ...]]:
+        """The tokens of a word, at the beginning of a text and behind a space."""
+        if self._tokenizer is None:
+            raise RequestError(f"the bad word {word!r} needs a tokenizer, and this engine has none")
+        for text in (word, " " + word.lstrip()):
+            token_ids = self._encode(text, "bad word")
+            specials = self._encode("", "empty text")
+            count = num_shared(specials, token_ids)
+            behind = specials[count:]
+            end = len(token_ids) - len(behind) if behind and token_ids[-len(behind) :] == behind else len(token_ids)
+            if count < end:
+                yield token_ids[count:end]
+
     def _max_tokens(self, num_prompt: int, params: SamplingParams) -> int:
         """The limit in force, by the arithmetic that the allocator uses."""
         length, geometry = self._max_model_len, self._geometry
@@ -177,6 +199,8 @@ class Intake:
         # The last token generated is never written, so it needs room in the model's length but no KV slot.
         most = min(length - num_prompt, slots - num_prompt + 1)
         asked = params.max_tokens
+        if asked == 0 and num_prompt <= min(length, slots):
+            return 0
         if most < 1 or (asked is not None and asked > most):
             raise RequestTooLong(
                 f"a prompt of {num_prompt} tokens and {asked if asked is not None else 'at least 1'} to generate "

@@ -39,13 +39,13 @@ def _items(name: str, value: object) -> tuple[Any, ...]:
     return tuple(value)
 
 
-def _strings(name: str, value: object) -> tuple[str, ...]:
-    found = _items(f"{name}s", value)
+def _strings(name: str, one: str, value: object) -> tuple[str, ...]:
+    found = _items(name, value)
     for string in found:
         if not isinstance(string, str):
-            raise TypeError(f"{name} must be text, got {string!r}")
+            raise TypeError(f"{one} must be a string, got {string!r}")
         if not string:
-            raise ValueError(f"{name} must not be empty")
+            raise ValueError(f"{one} must not be empty")
     return found
 
 
@@ -83,7 +83,7 @@ class StructuredOutputsParams:
             if (text := getattr(self, name)) is not None and not isinstance(text, str):
                 raise TypeError(f"{name} must be text, got {text!r}")
         if self.choice is not None:
-            choice = _strings("a choice", self.choice)
+            choice = _strings("choice", "a choice", self.choice)
             if not choice:
                 raise ValueError("there must be something to choose from, got no choice")
             object.__setattr__(self, "choice", choice)
@@ -193,8 +193,8 @@ class SamplingParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        put("stop", _strings("a stop string", (self.stop,) if isinstance(self.stop, str) else self.stop))
-        put("bad_words", _strings("a bad word", self.bad_words))
+        put("stop", _strings("stop", "a stop string", (self.stop,) if isinstance(self.stop, str) else self.stop))
+        put("bad_words", _strings("bad_words", "a bad word", self.bad_words))
         ids = _items("stop_token_ids", self.stop_token_ids)
         put("stop_token_ids", tuple(_integer("a stop token id", token) for token in ids))
         if self.allowed_token_ids is not None:

@@ -23,6 +23,7 @@ Asserted in `Scheduler.next_step`: with live work, a step has a row or a time to
 
 from __future__ import annotations
 
+import collections.abc
 import inspect
 import math
 from abc import ABC, abstractmethod
@@ -39,6 +40,7 @@ from .types import BlockCopy, Blocked, Eviction, Refusal, ScheduledSequence, Sch
 __all__ = ["Scheduler", "SchedulerOptions", "Step"]
 
 API_VERSION = 1
+Blocks = collections.abc.Sequence[int]
 
 
 class SchedulerOptions(TypedDict, total=False):
@@ -109,7 +111,8 @@ class Step:
             max_tokens: at most so many tokens now.
             reserve: take blocks for so many tokens in all, if that is more than the step needs; capped at the pool.
             victims: who may be preempted for the seat and the blocks, in this order and no more of them than it
-                takes. Sequences that are in the step already, or do not run, are passed over. Read only as needed.
+                takes. Sequences that are in the step already, or do not run, are passed over, and a sample of the same
+                prompt whose blocks it shares. Read only as needed.
 
         Returns:
             False: nothing has changed, and `refused` says why.
@@ -148,11 +151,12 @@ class Step:
 
         known = seq.num_prompt + len(seq.output)  # num_tokens, without the call: this runs for every row
         done = seq.num_computed
-        hit: tuple[int, ...] = ()
-        if allocator.prefix_caching and waiting and not done:
-            # Looked up before anything is counted; at least the last token is always computed.
-            hit = allocator.match(seq.token_ids(0, known), known - 1)
+        hit: Blocks = ()
+        if waiting and not done:  # looked up before anything is counted
+            hit, donor = scheduler._find_hit(seq)
             done = len(hit) * allocator.block_size
+            if donor is not None:
+                more = (victim for victim in more or self._eligible(seq, victims) if victim is not donor)
         left = known - done
         count = left if max_tokens is None else min(left, max_tokens)
         if count > self.tokens_left:
@@ -182,7 +186,7 @@ class Step:
             scheduler._admit(seq, done)
         if grown:
             scheduler._copies.extend(grown)
-        self._chosen[seq_id] = (seq, count, done + count == known)
+        self._chosen[seq_id] = (seq, count, done + count == known and seq.request.max_tokens > 0)
         self.tokens_left -= count
         return True
 
@@ -227,12 +231,10 @@ class Step:
         self._evict(seq, None)
 
     def cached_tokens(self, seq: Sequence) -> int:
-        """How many tokens of a waiting sequence a prefix hit would save now."""
-        allocator = self._scheduler.allocator
-        if not allocator.prefix_caching or seq.status is not Status.WAITING or seq.num_computed:
+        """How many tokens of a waiting sequence need not be computed now, since their KV is there."""
+        if seq.status is not Status.WAITING or seq.num_computed:
             return 0
-        known = seq.num_tokens
-        return len(allocator.match(seq.token_ids(0, known), known - 1)) * allocator.block_size
+        return len(self._scheduler._find_hit(seq)[0]) * self._scheduler.allocator.block_size
 
     def explain(self, seq: Sequence | None = None) -> Blocked | None:
         """Why a waiting sequence has not been admitted in this step so far; ``str`` of it is a sentence.
@@ -314,7 +316,9 @@ class Scheduler(ABC):
 
     Attributes:
         allocator, max_model_len, max_num_seqs, max_tokens_per_step, preemption: the values in force.
-        waiting: the sequences that do not run, those preempted in front, then by time of adding.
+        num_cached_tokens: tokens so far that were not computed on an admission, because their KV was there.
+        waiting: the sequences that do not run, those preempted and further samples of a prompt in front, then by time
+            of adding.
         running: the sequences that run, by time of admission, held ones among them.
 
     Both queues may be iterated, forwards and reversed, while `Step.run` and `Step.preempt` change them.
@@ -389,6 +393,7 @@ class Scheduler(ABC):
         self._held: dict[int, Sequence] = {}
         self._released: set[int] = set()
         self._copies: list[BlockCopy] = []
+        self.num_cached_tokens = 0
 
     # ------------------------------------------------------------------------------- what a policy writes
 
@@ -519,9 +524,12 @@ class Scheduler(ABC):
         self._copies.clear()
 
     @final
-    def add(self, seq: Sequence) -> None:
-        """Queue a new sequence, last."""
-        self._waiting.append(seq)
+    def add(self, seq: Sequence, *, front: bool = False) -> None:
+        """Queue a new sequence, last; or first, if it belongs to one that was admitted already."""
+        if front:
+            self._waiting.appendleft(seq)
+        else:
+            self._waiting.append(seq)
 
     @final
     def finish(self, seq: Sequence) -> None:
@@ -613,8 +621,31 @@ class Scheduler(ABC):
         seq.seat = self._seats.pop()
         seq.status = Status.RUNNING
         if num_cached > seq.num_computed:
-            seq.num_cached += num_cached
+            if not seq.num_preemptions:
+                seq.num_cached = num_cached
             seq.num_computed = num_cached
+            self.num_cached_tokens += num_cached
+
+    def _find_hit(self, seq: Sequence) -> tuple[Blocks, Sequence | None]:
+        """Full blocks that hold the first tokens of a waiting sequence, and the sibling that has them, if one does.
+
+        At least the last token is always computed. Who asks for the prompt's log-probabilities computes all of it.
+        """
+        allocator = self.allocator
+        hit: Blocks = ()
+        params = seq.request.params
+        if allocator.prefix_caching and (params.prompt_logprobs is None or seq.index):
+            known = seq.num_tokens
+            hit = allocator.match(seq.token_ids(0, known), known - 1, seq.request.cache_salt)
+        if not seq.siblings or not allocator.shares_blocks:
+            return hit, None
+        count = (seq.num_prompt - 1) // allocator.block_size
+        for other in seq.siblings if count > len(hit) else ():
+            if other.num_computed >= count * allocator.block_size and other.id in self._running.ids:
+                table = allocator.table(other.id)
+                if len(table) >= count:  # a held one has none once its KV cache was lost
+                    return table[:count], other
+        return hit, None
 
     def _evict(self, seq: Sequence) -> None:
         self._copies.extend(self.preemption.evict(seq, self.allocator))

@@ -43,8 +43,9 @@ class Sequence:
         status: see `Status`.
         seat: 0 .. max_num_seqs - 1 while running, else -1.
         num_preemptions: how often it lost its blocks.
-        num_cached: tokens that a prefix hit saved on its first admission.
+        num_cached: tokens whose KV it found, in the prefix cache or with a sibling, on its first admission.
         num_recomputed: tokens whose KV was thrown away by preemption.
+        siblings: the other samples of the request, by index, whether they live or not.
     """
 
     __slots__ = (
@@ -58,6 +59,7 @@ class Sequence:
         "output",
         "request",
         "seat",
+        "siblings",
         "status",
     )
 
@@ -73,6 +75,15 @@ class Sequence:
         self.num_preemptions = 0
         self.num_cached = 0
         self.num_recomputed = 0
+        self.siblings: tuple[Sequence, ...] = ()
+
+    @classmethod
+    def samples_of(cls, request: Request) -> list[Sequence]:
+        """The sequences of a request, one for each sample, which know each other."""
+        samples = [cls(request, index) for index in range(request.params.n)]
+        for seq in samples:
+            seq.siblings = tuple(other for other in samples if other is not seq)
+        return samples
 
     @property
     def num_tokens(self) -> int:

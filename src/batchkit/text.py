@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from .types import Request
 
-__all__ = ["IncrementalDecoder", "OutputText", "StreamingTokenizer", "TextStream", "Tokenizer"]
+__all__ = ["IncrementalDecoder", "OutputText", "StreamingTokenizer", "TextStream", "Tokenizer", "num_shared"]
 
 _MARK = "\ufffd"
 """What decoders put where bytes are no character, or not one yet."""
@@ -40,6 +40,17 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of the tokens. Bytes that are no character, or half of one, become U+FFFD."""
+
+
+def num_shared(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two sequences have in common at their beginning.
+
+    Of ``encode("")`` and a text's tokens: how many special ones (BOS) stand in front of any text.
+    """
+    count = 0
+    while count < min(len(left), len(right)) and left[count] == right[count]:
+        count += 1
+    return count
 
 
 class TextStream(Protocol):

@@ -33,7 +33,7 @@ import logging
 import operator
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -91,16 +91,17 @@ class TraceWriter:
             }
         )
 
-    def ended(self, output: RequestOutput, seq_id: int) -> None:
-        """A request has its final output."""
-        self._tables.pop(seq_id, None)
+    def ended(self, output: RequestOutput, seq_ids: Iterable[int]) -> None:
+        """A request has its final output; its samples were these sequences."""
+        for seq_id in seq_ids:
+            self._tables.pop(seq_id, None)
         self._ended.append(
             {
                 "request": output.request_id,
                 "reason": output.finish_reason,
                 "error": output.error,
                 "prompt_tokens": len(output.prompt_token_ids),
-                "output_tokens": output.outputs[0].num_tokens,
+                "output_tokens": sum([completion.num_tokens for completion in output.outputs]),
                 **asdict(output.timings),
             }
         )

@@ -27,12 +27,14 @@ from batchkit import (
     SamplingParams,
     Scheduler,
     StaticScheduler,
+    StructuredOutputsParams,
     Swap,
     WaitingServedScheduler,
 )
 from unit.helpers import POLICIES, PREEMPTING, Pieces, Rig, Runner, eager
 
 NAN, INF = math.nan, math.inf
+A = StructuredOutputsParams(regex="a+")
 
 
 def params(**options) -> SamplingParams:
@@ -54,8 +56,7 @@ def busy_rig(policy: type = OrcaScheduler, **options) -> Rig:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
-        ({"max_tokens": -3}, ValueError, "got -3"),
+        ({"max_tokens": -1}, ValueError, "max_tokens must be at least 1, or 0 to generate nothing, got -1"),
         ({"max_tokens": 2.0}, TypeError, r"max_tokens must be an integer, got 2\.0"),
         ({"max_tokens": True}, TypeError, "max_tokens must be an integer, got True"),
         ({"min_tokens": -1}, ValueError, "min_tokens must be at least 0, got -1"),
@@ -81,7 +82,27 @@ def busy_rig(policy: type = OrcaScheduler, **options) -> Rig:
         ({"stop": 5}, TypeError, "stop must be a sequence, got 5"),
         ({"ignore_eos": "no"}, TypeError, "ignore_eos must be True or False, got 'no'"),
         ({"temprature": 0.5}, TypeError, "temprature"),
-        ({"n": 2}, TypeError, "'n'"),
+        ({"n": 0}, ValueError, "n must be at least 1, got 0"),
+        ({"n": 2.0}, TypeError, "n must be an integer"),
+        ({"n": 2, "max_tokens": 0}, ValueError, "max_tokens=0 generates nothing, and n=2"),
+        ({"presence_penalty": 2.1}, ValueError, r"presence_penalty must be in \[-2, 2\], got 2\.1"),
+        ({"frequency_penalty": -3}, ValueError, r"frequency_penalty must be in \[-2, 2\], got -3"),
+        ({"repetition_penalty": 0}, ValueError, "repetition_penalty must be finite and above 0, got 0"),
+        ({"repetition_penalty": INF}, ValueError, "repetition_penalty must be finite and above 0, got inf"),
+        ({"logit_bias": {3: 101}}, ValueError, r"logit_bias must be in \[-100, 100\], got 101\.0 for token 3"),
+        ({"logit_bias": {3: NAN}}, ValueError, "a bias must be a number, got NaN"),
+        ({"logit_bias": {"3": 1}}, TypeError, "a token id of logit_bias must be an integer, got '3'"),
+        ({"logit_bias": [3]}, TypeError, "logit_bias must map token ids to numbers"),
+        ({"allowed_token_ids": []}, ValueError, "allowed_token_ids must have at least one token, got none"),
+        ({"allowed_token_ids": ["a"]}, TypeError, "an allowed token id must be an integer"),
+        ({"bad_words": "a"}, TypeError, "bad_words must be a sequence, got 'a'"),
+        ({"bad_words": [""]}, ValueError, "a bad word must not be empty"),
+        ({"logits_processors": [3]}, TypeError, "a logits processor must be a function of .* got 3"),
+        ({"logprobs": -2}, ValueError, "logprobs must be at least 0, or -1 for all tokens, got -2"),
+        ({"prompt_logprobs": True}, TypeError, "prompt_logprobs must be an integer, got True"),
+        ({"structured_outputs": {"regex": "a"}}, TypeError, "structured_outputs must be StructuredOutputsParams"),
+        ({"structured_outputs": A, "ignore_eos": True}, ValueError, "ignore_eos"),
+        ({"structured_outputs": A, "min_tokens": 1}, ValueError, "min_tokens is 1"),
     ],
 )
 def test_sampling_params(options, error, message: str) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from ..engine import Engine
 from ..errors import RequestTooLong
+from ..text import num_shared
 from .rows import Row
 
 __all__ = ["OnTooLong", "most_tokens", "prompt_ids", "submit"]
@@ -52,10 +53,7 @@ def most_tokens(engine: Engine) -> int:
 def _special_prefix(engine: Engine, token_ids: tuple[int, ...]) -> int:
     """How many tokens the tokenizer puts in front of any text (BOS): models count on them."""
     specials = engine.tokenizer.encode("") if engine.tokenizer is not None else []
-    count = 0
-    while count < min(len(specials), len(token_ids)) and specials[count] == token_ids[count]:
-        count += 1
-    return count
+    return num_shared(specials, token_ids)
 
 
 def _cut(token_ids: tuple[int, ...], room: int, how: OnTooLong, num_special: int) -> list[int] | None:

@@ -50,7 +50,7 @@ class OrcaScheduler(Scheduler):
             assert self.max_model_len is not None
             return max(seq.max_kv, self.max_model_len)
         if self.reserve == "pow2":
-            return seq.num_prompt + (1 << (seq.request.max_tokens - 1).bit_length()) - 1
+            return seq.num_prompt + (1 << (max(seq.request.max_tokens, 1) - 1).bit_length()) - 1
         return seq.max_kv
 
     @override
