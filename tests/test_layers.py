@@ -37,6 +37,7 @@ ROWS: dict[str, int] = {
     "batchkit.simulate": 3,
     "batchkit.trace": 3,
     "batchkit.intake": 3,
+    "batchkit.openai": 3,
     "batchkit.live": 3,
     "batchkit.engine": 4,
     "batchkit.testing": 5,
