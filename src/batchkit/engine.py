@@ -658,6 +658,7 @@ class Engine:
         before = sum(self._finished.values())
         self._end_what_is_due()
         news: dict[str, LiveRequest] = {}
+        joining: list[tuple[LiveRequest, int]] = []
         num_new_tokens = 0
         for row, result in results:
             self._computed_tokens += row.num_tokens
@@ -687,9 +688,12 @@ class Engine:
             if reason is not None:
                 sample.due = reason
                 scheduler.finish(sample.seq)
-            if row.samples and live.unqueued:
+            if row.samples and live.unqueued and len(sample.seq.output) == 1:
                 # The prompt is computed; its blocks are there for the others, unless they go with this sample.
-                self._queue(live, len(live.unqueued) if reason is None else 1)
+                joining.append((live, len(live.unqueued) if reason is None else 1))
+        for live, count in reversed(joining):  # each in front of the one before
+            if not live.has_ended:
+                self._queue(live, count)
         self._generated_tokens += num_new_tokens
         self._retire(news)
         if scheduler.streams and news:
@@ -764,18 +768,18 @@ class Engine:
             # It was promised, even if the request ended in the same step.
             promised = live.ending
         for sample in live.samples:
-            if sample.text is not None:
-                try:
-                    sample.text.finish()
-                except Exception as fault:
-                    live.error = live.error or named(fault)
-                    sample.reason = "error"
             if sample.reason is None:
                 if self._live.pop(sample.seq.id, None) is not None:
                     self._scheduler.abort(sample.seq)
                 sample.reason = promised or reason
             elif promised and not sample.is_delivered:
                 sample.reason = promised
+            if sample.text is not None:
+                try:
+                    sample.text.finish()
+                except Exception as fault:
+                    live.error = live.error or named(fault)
+                    sample.reason = promised or "error"
         live.unqueued.clear()
         if promised:
             live.error = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
 
-__all__ = ["LogitsProcessor", "SamplingParams", "StructuredOutputsParams"]
+__all__ = ["LogitsProcessor", "SamplingParams", "StructuredOutputsParams", "integer"]
 
 LogitsProcessor = Callable[[Sequence[int], Sequence[int], Any], Any]
 """``(prompt_ids, output_ids, logits) -> logits``, of one row: a float32 tensor [vocabulary], before the penalties.
@@ -27,7 +27,12 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
-def _integer(name: str, value: object) -> int:
+def integer(name: str, value: object) -> int:
+    """A whole number of any kind.
+
+    Raises:
+        TypeError: it is none, by the name of what it is for.
+    """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     return int(value)
@@ -196,16 +201,16 @@ class SamplingParams:
         put("stop", _strings("stop", "a stop string", (self.stop,) if isinstance(self.stop, str) else self.stop))
         put("bad_words", _strings("bad_words", "a bad word", self.bad_words))
         ids = _items("stop_token_ids", self.stop_token_ids)
-        put("stop_token_ids", tuple(_integer("a stop token id", token) for token in ids))
+        put("stop_token_ids", tuple(integer("a stop token id", token) for token in ids))
         if self.allowed_token_ids is not None:
             ids = _items("allowed_token_ids", self.allowed_token_ids)
-            put("allowed_token_ids", tuple(_integer("an allowed token id", token) for token in ids))
+            put("allowed_token_ids", tuple(integer("an allowed token id", token) for token in ids))
             if not ids:
                 raise ValueError("allowed_token_ids must have at least one token, got none")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise TypeError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
-            bias = {_integer("a token id of logit_bias", t): _number("a bias", b) for t, b in self.logit_bias.items()}
+            bias = {integer("a token id of logit_bias", t): _number("a bias", b) for t, b in self.logit_bias.items()}
             for token, value in bias.items():
                 if not -100 <= value <= 100:
                     raise ValueError(f"logit_bias must be in [-100, 100], got {value} for token {token}")
@@ -216,20 +221,20 @@ class SamplingParams:
                 raise TypeError(f"a logits processor must be a function of (prompt, output, logits), got {processor!r}")
 
     def _check_counts(self) -> None:
-        if _integer("n", self.n) < 1:
+        if integer("n", self.n) < 1:
             raise ValueError(f"n must be at least 1, got {self.n}")
-        if self.max_tokens is not None and _integer("max_tokens", self.max_tokens) < 0:
+        if self.max_tokens is not None and integer("max_tokens", self.max_tokens) < 0:
             raise ValueError(f"max_tokens must be at least 1, or 0 to generate nothing, got {self.max_tokens}")
-        if _integer("min_tokens", self.min_tokens) < 0:
+        if integer("min_tokens", self.min_tokens) < 0:
             raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
-        if _integer("top_k", self.top_k) < -1:
+        if integer("top_k", self.top_k) < -1:
             raise ValueError(f"top_k must be at least 1, or 0 or -1 to keep all tokens, got {self.top_k}")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            if count is not None and _integer(name, count) < -1:
+            if count is not None and integer(name, count) < -1:
                 raise ValueError(f"{name} must be at least 0, or -1 for all tokens, got {count}")
         if self.seed is not None:
-            _integer("seed", self.seed)
+            integer("seed", self.seed)
 
     def _check_numbers(self) -> None:
         if _number("temperature", self.temperature) < 0 or math.isinf(self.temperature):

@@ -23,6 +23,7 @@ from .runner import ModelRunner
 from .types import (
     BlockCopy,
     KVGeometry,
+    Logprob,
     Request,
     RequestOutput,
     RowResult,
@@ -40,6 +41,11 @@ def _mix(state: int, value: int) -> int:
     """One step of a 64-bit hash: multiply, add, and fold the high half down."""
     state = ((state ^ value) * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019) & _MASK
     return state ^ (state >> 29)
+
+
+def _made_up(prefix: int, token: int) -> dict[int, Logprob]:
+    """What stands for the log-probability of a token behind a prefix."""
+    return {token: Logprob(-(_mix(prefix, token) % 1000) / 100, 1)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +98,8 @@ class SimulatedRunner(ModelRunner):
     The token it samples is a fixed function of all tokens before it and of the sample's index, so that every policy
     must give the same output. In place of keys and values, each slot of its KV memory holds a tag: a hash of the
     tokens up to that position, with the token, the position and the sequence that wrote it. A row that reads a slot
-    which does not hold its own context raises InvariantError, naming both.
+    which does not hold its own context raises InvariantError, naming both. Log-probabilities are made up in the same
+    way, of the one token alone, and rank 1; what else `SamplingParams` says of sampling has no effect.
 
     Args:
         geometry: the KV memory's shape.
@@ -147,9 +154,16 @@ class SimulatedRunner(ModelRunner):
         if self._check_kv:
             self._read(row, prefixes)
             self._write(row, prefixes, end)
+        params, prompt = row.request.params, row.request.prompt_token_ids
+        scores = None
+        if params.prompt_logprobs is not None and row.sample_index == 0:
+            predicted = range(row.start + 1, min(end + 1, len(prompt)))
+            scores = {at: _made_up(prefixes[at - 1], prompt[at]) for at in predicted}
         if not row.samples:
-            return RowResult()
-        return RowResult((_mix(prefixes[end - 1], row.sample_index) % self._geometry.vocab_size,))
+            return RowResult(prompt_logprobs=scores)
+        token = _mix(prefixes[end - 1], row.sample_index) % self._geometry.vocab_size
+        logprobs = None if params.logprobs is None else (_made_up(prefixes[end - 1], token),)
+        return RowResult((token,), logprobs, scores)
 
     def _prefix_hashes(self, row: ScheduledSequence, end: int) -> list[int]:
         key = (row.seq_id, row.row)

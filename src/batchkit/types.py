@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
-from .params import SamplingParams
+from .params import SamplingParams, integer
 
 __all__ = [
     "BlockCopy",
@@ -130,7 +130,7 @@ class KVGeometry:
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "max_model_len", "vocab_size"):
-            if getattr(self, name) < 1:
+            if integer(name, getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.host_blocks < 0:
             raise ValueError(f"host_blocks must be at least 0, got {self.host_blocks}")

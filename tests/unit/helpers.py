@@ -17,6 +17,7 @@ from batchkit import (
     DynamicScheduler,
     Engine,
     KVGeometry,
+    Logprob,
     OrcaScheduler,
     PagedAllocator,
     PagedScheduler,
@@ -54,7 +55,8 @@ def eager(policy: type) -> dict[str, Any]:
 class Runner(SimulatedRunner):
     """A simulated runner that keeps what it was given, gives scripted tokens, and can be made to fail.
 
-    `script` maps a request id to its tokens; where it ends, and for other requests, tokens are the simulated ones.
+    `script` maps a request id to its tokens, or "id/index" to those of a sample; where it ends, and for other requests,
+    tokens are the simulated ones.
     `before` is called with each step, and `before_copy` with its copies; what they raise is the runner's failure.
     `after` may replace what a step gave.
     """
@@ -81,9 +83,12 @@ class Runner(SimulatedRunner):
         got = super().execute(replace(out, rows=out.rows[:num_rows]))
         rows = list(got.rows)
         for i, row in enumerate(out.rows[:num_rows]):
-            script = self.script.get(row.request.id, ())
+            of_request = self.script.get(row.request.id, ())
+            script = self.script.get(f"{row.request.id}/{row.sample_index}", of_request)
             if row.samples and row.num_output < len(script):
-                rows[i] = replace(rows[i], token_ids=(script[row.num_output],))
+                token = script[row.num_output]
+                scores = None if rows[i].logprobs is None else ({token: Logprob(-1.0, 1)},)
+                rows[i] = replace(rows[i], token_ids=(token,), logprobs=scores)
         return replace(got, rows=tuple(rows))
 
     def copy_blocks(self, copies: Sequence[Any]) -> None:
@@ -125,6 +130,7 @@ class Rig:
         script: Mapping[str, Sequence[int]] | None = None,
         tokenizer: Any = None,
         on_step: Any = None,
+        prefix_caching: bool = False,
         **policy_args: Any,
     ) -> None:
         self.tokenizer = tokenizer
@@ -139,7 +145,7 @@ class Rig:
         self.clock = VirtualClock()
         self.runner = Runner(self.geometry, script, clock=self.clock, cost=lambda out: 1.0)
         self.host = PagedAllocator(host_blocks, block_size) if host_blocks else None
-        self.allocator = allocator(blocks, block_size)
+        self.allocator = allocator(blocks, block_size, **({"prefix_caching": True} if prefix_caching else {}))
         self.scheduler = policy(
             self.allocator,
             max_model_len=model_len,
@@ -162,13 +168,13 @@ class Rig:
     def add(self, name: str, prompt: int | str | Sequence[int] = 4, **params: Any) -> str:
         """Queue a request; a prompt that is a number is so many tokens. Greedy, 8 tokens unless told."""
         ids = tokens(name, prompt, self.geometry.vocab_size) if isinstance(prompt, int) else prompt
-        named = ("priority", "arrival", "deadline", "length_hint", "metadata")
+        named = ("priority", "arrival", "deadline", "length_hint", "metadata", "timeout_s", "cache_salt")
         options = {key: params.pop(key) for key in named if key in params}
         params = {"temperature": 0, "max_tokens": 8, **params}
         added = self.engine.add_request(ids, SamplingParams(**params), request_id=name, **options)
         assert added == name
         # The limit in force, which another pool might not give.
-        self.jobs[name] = (ids, {**params, "max_tokens": self.seq(name).request.max_tokens})
+        self.jobs[name] = (ids, {**params, "max_tokens": self.seqs(name)[0].request.max_tokens})
         self.outputs[name] = []
         return name
 
@@ -187,10 +193,13 @@ class Rig:
             life = self.outputs.setdefault(output.request_id, [])
             assert not (life and life[-1].finished), f"{output.request_id} has an output after its last one"
             life.append(output)
-            delivered = [token for earlier in life for token in earlier.new_token_ids]
-            assert tuple(delivered) == output.token_ids
-            assert "".join(earlier.new_text for earlier in life) == output.text
-            assert (output.finish_reason is not None) == output.finished
+            for index, completion in enumerate(output.outputs):
+                pieces = [earlier.outputs[index] for earlier in life]
+                assert completion.index == index
+                assert tuple(token for piece in pieces for token in piece.new_token_ids) == completion.token_ids
+                assert "".join(piece.new_text for piece in pieces) == completion.text
+                assert completion.logprobs is None or len(completion.logprobs) == len(completion.token_ids)
+            assert output.finished == all(completion.finish_reason for completion in output.outputs)
 
     def run(self, max_steps: int = 3000) -> dict[str, RequestOutput]:
         """Step to the end; the final outputs so far by id."""
@@ -218,18 +227,16 @@ class Rig:
 
     def assert_as_alone(self, name: str) -> None:
         have, want = self.finals[name], self.alone(name)
-        assert have.token_ids == want.token_ids
-        assert (have.text, have.finish_reason, have.error) == (want.text, want.finish_reason, None)
-        assert have.prompt_token_ids == want.prompt_token_ids
+        assert told(have) == told(want)
 
     def alone(self, name: str) -> RequestOutput:
         """What the request gives by itself, in a pool without end."""
         prompt, params = self.jobs[name][0], SamplingParams(**self.jobs[name][1])
-        script = tuple(self.runner.script.get(name, ()))
+        script = {key.replace(name, "alone", 1): t for key, t in self.runner.script.items() if key.split("/")[0] == name}
         geometry = replace(self.geometry, num_blocks=1, block_size=self.geometry.max_model_len, host_blocks=0)
-        key = (geometry, tuple(prompt), params, script, self.tokenizer)
+        key = (geometry, tuple(prompt), params, repr(script), self.tokenizer)
         if key not in _alone:
-            runner = Runner(geometry, {"alone": script})
+            runner = Runner(geometry, script)
             scheduler = OrcaScheduler(PagedAllocator(1, geometry.block_size))
             engine = Engine(runner, scheduler, tokenizer=self.tokenizer, clock=VirtualClock())
             engine.add_request(prompt, params, request_id="alone")
@@ -244,9 +251,14 @@ class Rig:
     def finals(self) -> dict[str, RequestOutput]:
         return {name: life[-1] for name, life in self.outputs.items() if life and life[-1].finished}
 
+    def seqs(self, name: str) -> list[Any]:
+        """The sequences of a request that the scheduler has, by index."""
+        queues = (self.scheduler.waiting, self.scheduler.running)
+        return sorted((s for q in queues for s in q if s.request.id == name), key=lambda s: s.index)
+
     def seq(self, name: str) -> Any:
-        """The live sequence of a request."""
-        (found,) = [s for q in (self.scheduler.waiting, self.scheduler.running) for s in q if s.request.id == name]
+        """The live sequence of a request that has one sample."""
+        (found,) = self.seqs(name)
         return found
 
     @property
@@ -267,6 +279,12 @@ class Rig:
             s.id: tuple(self.allocator.table(s.id)) for q in (self.scheduler.waiting, self.scheduler.running) for s in q
         }
         return self.engine.stats(), self.engine.has_unfinished(), queues, tables, self.clock()
+
+
+def told(output: RequestOutput) -> Any:
+    """What a request got, whatever else ran."""
+    samples = [(c.token_ids, c.text, c.finish_reason, c.logprobs, c.cumulative_logprob) for c in output.outputs]
+    return samples, output.prompt_token_ids, output.prompt_logprobs, output.error
 
 
 def shown(out: SchedulerOutput) -> str:

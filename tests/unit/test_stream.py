@@ -286,9 +286,9 @@ def test_an_iterable_that_raises_in_the_middle(policy, count: int) -> None:
 def test_params_that_raise_in_the_middle() -> None:
     def each() -> Iterator[SamplingParams]:
         yield params()
-        SamplingParams(max_tokens=0)
+        SamplingParams(max_tokens=-1)
 
-    with pytest.raises(PromptsFailed, match=r"after 1 of them, ValueError: max_tokens must be .* got 0") as caught:
+    with pytest.raises(PromptsFailed, match=r"after 1 of them, ValueError: max_tokens must be .* got -1") as caught:
         Rig().engine.generate([[1], [2]], each())
     assert [output.position for output in caught.value.outputs] == [0]
 
