@@ -21,10 +21,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-import batchkit.hf.runner as runner_module
 from batchkit.errors import UnsupportedModel
 from batchkit.hf.runner import TransformersRunner
-from batchkit.types import BlockCopy, Request, SamplingParams, ScheduledSequence, SchedulerOutput
+from batchkit.types import BlockCopy, Request, RowResult, SamplingParams, ScheduledSequence, SchedulerOutput
 from tiny_models import COMMON
 
 BLOCK, NUM_BLOCKS = 4, 48
@@ -145,13 +144,13 @@ class Driver:
         self.request = Request(id="r", prompt_token_ids=(1,), params=SamplingParams(temperature=0), max_tokens=1)
         self.logits: dict[tuple[int, int], torch.Tensor] = {}
         self.tables: dict[int, tuple[int, ...]] = {}
-        monkeypatch.setattr(runner_module, "sample", self.keep)
+        monkeypatch.setattr(self.runner, "_sample", self.keep)
 
-    def keep(self, logits: torch.Tensor, rows: list[ScheduledSequence]) -> list[int]:
+    def keep(self, logits: torch.Tensor, rows: list[ScheduledSequence]) -> list[RowResult]:
         assert len(logits) == len(rows)
         for values, row in zip(logits, rows, strict=True):
             self.logits[row.seq_id, row.start + row.num_tokens - 1] = values.clone()
-        return [5] * len(rows)
+        return [RowResult((5,)) for _ in rows]
 
     def row(self, seq_id: int, sequence: list[int], start: int, num: int, samples: bool = True) -> ScheduledSequence:
         table = self.tables.get(seq_id, ())

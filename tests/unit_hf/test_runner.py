@@ -24,7 +24,7 @@ from batchkit.errors import EngineClosed, OutOfKVMemory, RunnerOutOfMemory
 from batchkit.hf.backends.reference import ReferenceBackend
 from batchkit.hf.loading import load_weights
 from batchkit.hf.runner import TransformersRunner, eos_token_ids, model_len
-from batchkit.types import BlockCopy, Request, SamplingParams, ScheduledSequence, SchedulerOutput
+from batchkit.types import BlockCopy, Request, RowResult, SamplingParams, ScheduledSequence, SchedulerOutput
 from tiny_models import COMMON, tiny
 
 EACH = 2 * 16 * 2 * (8 + 8) * 4  # bytes of a KV block of 16 tokens
@@ -324,20 +324,15 @@ def test_close() -> None:
     assert greedy(model, A) >= 0
 
 
-def test_bfloat16_follows_the_model() -> None:
+def test_bfloat16_follows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens may differ in half precision; forced on the same tokens, logits stay close."""
     model = tiny().bfloat16()
     runner = TransformersRunner(model, num_kv_blocks=16)
     assert runner._pool.layers[0].key.dtype == torch.bfloat16
     seen = []
-    runner_module = sys.modules[TransformersRunner.__module__]
-    plain = runner_module.sample
-    runner_module.sample = lambda logits, rows: seen.append(logits.float()) or plain(logits, rows)
-    try:
-        for start in range(len(B)):
-            runner.execute(out(row(1, B[: start + 1], start), row(0, A)))
-    finally:
-        runner_module.sample = plain
+    monkeypatch.setattr(runner, "_sample", lambda logits, rows: seen.append(logits.float()) or [RowResult((0,))] * 2)
+    for start in range(len(B)):
+        runner.execute(out(row(1, B[: start + 1], start), row(0, A)))
     with torch.no_grad():
         expected = model(torch.tensor([B])).logits[0].float()
     torch.testing.assert_close(torch.stack([logits[0] for logits in seen]), expected, rtol=0, atol=0.02)

@@ -12,7 +12,8 @@ import torch
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from batchkit.hf import sampler
-from batchkit.hf.sampler import sample
+from batchkit.hf.grammar import Grammars
+from batchkit.hf.sampler import Sampler, sample
 from batchkit.hf.uniform import uniform
 from batchkit.types import Request, SamplingParams, ScheduledSequence
 
@@ -306,8 +307,8 @@ def test_greedy_takes_the_first_of_equal_tokens() -> None:
 
 
 def mixed_rows(count: int) -> list[ScheduledSequence]:
-    params = [*MIXED, GREEDY, SamplingParams(temperature=1e-3), SamplingParams(min_tokens=3)]
-    return [row(params[i * 37 % len(params)], seed=i, num_output=i % 5, stop_ids=[2, 7]) for i in range(count)]
+    params = [*MIXED, GREEDY, SamplingParams(temperature=1e-3)]
+    return [row(params[i * 37 % len(params)], seed=i, num_output=i % 5) for i in range(count)]
 
 
 @pytest.mark.parametrize("vocab", [997, 3001])
@@ -419,7 +420,7 @@ def test_logits_are_not_changed() -> None:
         logits = random_logits(60).to(dtype)
         before = logits.clone()
         sample(logits, mixed_rows(60))
-        sample(logits, [row(GREEDY, stop_ids=[5])] * 60)
+        sample(logits, [row(GREEDY)] * 60)
         assert torch.equal(logits, before)
 
 
@@ -433,26 +434,7 @@ def test_default_dtype_of_the_host_program_does_not_matter() -> None:
         torch.set_default_dtype(torch.float32)
 
 
-# ---- min_tokens and the shape of the call --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_stop_tokens_are_not_chosen_below_the_minimum(temperature: float) -> None:
-    logits = torch.zeros(1, 16)
-    logits[0, [2, 7]] = 50.0
-    logits[0, 4] = 25.0
-    params = SamplingParams(temperature=temperature, min_tokens=4)
-    tokens = [sample(logits, [row(params, num_output=n, stop_ids=[2, 7, 16, 99])])[0] for n in range(7)]
-    assert tokens[:4] == [4] * 4
-    assert set(tokens[4:]) <= {2, 7}
-
-
-def test_minimum_of_one_row_does_not_touch_the_others() -> None:
-    logits = torch.zeros(3, 16)
-    logits[:, 2] = 50.0
-    logits[:, 4] = 25.0
-    rows = [row(SamplingParams(temperature=t, min_tokens=m), stop_ids=[2]) for t, m in [(0, 0), (0, 1), (1, 0)]]
-    assert sample(logits, rows) == [2, 4, 2]
+# ---- the shape of the call -----------------------------------------------------------------------------------------
 
 
 def test_empty_batch() -> None:
@@ -464,21 +446,24 @@ def test_wrong_number_of_rows_is_refused() -> None:
         sample(torch.zeros(3, VOCAB), [row()] * 2)
 
 
-def test_greedy_costs_nothing_that_only_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*args: object, **kwargs: object) -> None:
-        raise AssertionError("not needed by greedy rows")
+def plain_sampler() -> Sampler:
+    return Sampler(Grammars(None, (), VOCAB))
 
+
+def never(*args: object, **kwargs: object) -> None:
+    raise AssertionError("no row asked for it")
+
+
+def test_greedy_costs_nothing_that_only_others_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "_draw", never)
     monkeypatch.setattr(sampler, "uniform", never)
-    for name in ("sort", "topk", "softmax", "exp_", "float", "clone", "index_put", "index_select"):
+    for name in ("sort", "topk", "softmax", "exp_", "float", "to", "clone", "index_put", "index_select"):
         monkeypatch.setattr(torch.Tensor, name, never)
-    assert sample(torch.eye(4), [row(GREEDY, stop_ids=[1])] * 4) == [0, 1, 2, 3]
+    results = plain_sampler().sample(torch.eye(4), [row(GREEDY, stop_ids=[1])] * 4)
+    assert [result.token_ids for result in results] == [(0,), (1,), (2,), (3,)]
 
 
 def test_features_cost_nothing_where_no_row_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*args: object, **kwargs: object) -> None:
-        raise AssertionError("no row asked for it")
-
-    for name in ("sort", "topk", "masked_fill_", "index_put", "index_select"):
+    for name in ("sort", "topk", "masked_fill_", "index_put", "index_select", "logsumexp"):
         monkeypatch.setattr(torch.Tensor, name, never)
-    assert len(sample(random_logits(4), [row(num_output=i) for i in range(4)])) == 4
+    assert len(plain_sampler().sample(random_logits(4), [row(num_output=i) for i in range(4)])) == 4

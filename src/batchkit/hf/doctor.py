@@ -17,7 +17,7 @@ import torch
 from typing_extensions import override
 
 from ..params import SamplingParams
-from ..types import Request, RowResult, SamplerOutput, ScheduledSequence, SchedulerOutput
+from ..types import Request, RowResult, ScheduledSequence, SchedulerOutput
 from .attention import structural_clone
 from .runner import BLOCK_SIZE, TransformersRunner, model_len
 
@@ -114,12 +114,10 @@ class _Listener(TransformersRunner):
         return self._backend.name
 
     @override
-    def _sample(
-        self, logits: torch.Tensor, rows: Sequence[ScheduledSequence], sampling: Sequence[ScheduledSequence]
-    ) -> SamplerOutput:
-        for values, row in zip(logits, sampling, strict=True):
+    def _sample(self, logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> list[RowResult]:
+        for values, row in zip(logits, rows, strict=True):
             self.heard[row.seq_id, row.start + row.num_tokens - 1] = values.clone()
-        return SamplerOutput(tuple(RowResult((0,) if row.samples else ()) for row in rows))
+        return [RowResult((0,)) for _ in rows]
 
 
 def examine(model: PreTrainedModel, *, seed: int = 0, attention: AttentionBackend | str | None = None) -> Diagnosis:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from typing_extensions import override
 
@@ -16,15 +17,18 @@ from .attention import StepContext, bind
 from .backends import choose_backend
 from .backends.base import to_device
 from .batch import BatchBuilder
+from .grammar import Grammars
 from .kv_pool import KVPool, block_bytes, num_blocks_for
-from .sampler import sample
+from .sampler import Sampler
+from .scoring import passes, score, scored_positions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transformers import PreTrainedModel
 
-    from ..types import BlockCopy, ScheduledSequence, SchedulerOutput
+    from ..text import Tokenizer
+    from ..types import BlockCopy, Request, ScheduledSequence, SchedulerOutput
     from .attention import BoundModel
     from .backends.base import AttentionBackend
     from .batch import Batch, IntArray
@@ -33,6 +37,8 @@ __all__ = ["BLOCK_SIZE", "TransformersRunner", "eos_token_ids", "model_len"]
 
 BLOCK_SIZE = 16
 """Tokens per block, where nobody says otherwise."""
+_MAX_SCORED = 1 << 25
+"""The most logits that one forward pass gives for log-probabilities of prompts: 128 MiB in float32."""
 
 
 class TransformersRunner(ModelRunner):
@@ -54,6 +60,7 @@ class TransformersRunner(ModelRunner):
         max_num_seqs: sequences that are expected to run at once; only the default of `kv_memory` depends on it.
         swap_memory: KV memory on the host for swapping, in bytes or as text. Default: none.
         attention: a backend, or its name: ``"reference"``. Default: the best that supports the model.
+        tokenizer: for structured outputs, which need an `HFTokenizer`; other requests never need one here.
 
     Raises:
         UnsupportedModel: the model cannot be computed right, with every reason.
@@ -72,6 +79,7 @@ class TransformersRunner(ModelRunner):
         max_num_seqs: int = 256,
         swap_memory: int | str | None = None,
         attention: AttentionBackend | str | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         size = BLOCK_SIZE if block_size is None else block_size
         for name, value in (("block_size", size), ("max_num_seqs", max_num_seqs)):
@@ -106,6 +114,8 @@ class TransformersRunner(ModelRunner):
             vocab_size=min(bound.num_logits, embeddings.weight.shape[0]),
             eos_token_ids=eos_token_ids(bound.model),
         )
+        self._grammars = Grammars(tokenizer, self._geometry.eos_token_ids, bound.num_logits)
+        self._sampler = Sampler(self._grammars)
 
     @property
     @override
@@ -131,23 +141,48 @@ class TransformersRunner(ModelRunner):
         raise RunnerOutOfMemory(f"{len(out.rows)} rows with {out.num_tokens} tokens are too many: {message}")
 
     def _execute(self, rows: Sequence[ScheduledSequence]) -> SamplerOutput:
+        assert self._bound is not None
+        results = [RowResult()] * len(rows)
+        logits = []
+        # Not under the caller's autocast or gradient mode: a result depends on the rows alone.
+        with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
+            for part in passes(rows, max(1, _MAX_SCORED // self._bound.num_logits)):
+                computed, scores = self._compute([row for _, row in part])
+                logits.append(computed)
+                for (index, _), result in zip(part, scores, strict=True):
+                    results[index] = _joined(results[index], result)
+            sampling = [index for index, row in enumerate(rows) if row.samples]
+            if not sampling:
+                return SamplerOutput(tuple(results))
+            timer = _Timer(self._device)
+            sampled = self._sample(
+                logits[0] if len(logits) == 1 else torch.cat(logits), [rows[index] for index in sampling]
+            )
+            sample_s = timer.stop()
+        for index, result in zip(sampling, sampled, strict=True):
+            results[index] = _joined(results[index], result)
+        return SamplerOutput(tuple(results), sample_s)
+
+    def _compute(self, rows: Sequence[ScheduledSequence]) -> tuple[torch.Tensor, list[RowResult]]:
+        """Logits of the rows that sample, [number of them, V], and what each row says about its prompt."""
         batch = self._builder.build(rows)
         longest = int(batch.kv_lens.max())
         if longest > self._geometry.max_model_len:
             raise ValueError(f"a row reaches {longest} tokens, and max_model_len is {self._geometry.max_model_len}")
-        # Not under the caller's autocast or gradient mode: a result depends on the rows alone.
-        with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
-            logits = self._forward(batch)
-            sampling = [row for row in rows if row.samples]
-            if not sampling:
-                return SamplerOutput(tuple(RowResult() for _ in rows))
-            return self._sample(logits, rows, sampling)
+        scored = [
+            first + np.arange(len(scored_positions(row)))
+            for first, row in zip(batch.query_starts[:-1], rows, strict=True)
+        ]
+        keep = np.concatenate([*scored, batch.sampled])
+        logits = self._forward(batch, keep if len(keep) else batch.query_starts[-1:] - 1)[: len(keep)]
+        num_scored = len(keep) - len(batch.sampled)
+        return logits[num_scored:], score(logits[:num_scored], rows)
 
-    def _forward(self, batch: Batch) -> torch.Tensor:
-        """Logits of the sampling rows, [number of them, V]; of the last token if there are none."""
+    def _forward(self, batch: Batch, tokens: IntArray) -> torch.Tensor:
+        """Logits of some tokens of the batch, [number of them, V]."""
         bound, pool, backend = self._bound, self._pool, self._backend
         assert bound is not None and pool is not None and backend is not None
-        keep = self._tensor(batch.sampled if len(batch.sampled) else batch.query_starts[-1:] - 1)
+        keep = self._tensor(tokens)
         context = StepContext(bound.layers, pool, backend, backend.plan(batch), self._tensor(batch.slots))
         arguments: dict[str, Any] = {"logits_to_keep": keep} if bound.keeps_logits else {}
         logits: torch.Tensor = bound.model(
@@ -159,30 +194,9 @@ class TransformersRunner(ModelRunner):
         ).logits[0]
         return logits if bound.keeps_logits else logits.index_select(0, keep.to(logits.device))
 
-    def _sample(
-        self, logits: torch.Tensor, rows: Sequence[ScheduledSequence], sampling: Sequence[ScheduledSequence]
-    ) -> SamplerOutput:
-        # NaN and plus infinity carry through a maximum; a model may mask tokens with minus infinity.
-        bad = ~torch.isfinite(logits.amax(-1))
-        faulty = torch.empty(bad.shape, dtype=torch.bool, device="cpu", pin_memory=logits.device.type == "cuda")
-        # It arrives before the tokens: reading those is the step's one synchronisation.
-        faulty.copy_(bad, non_blocking=True)
-        timer = _Timer(logits.device)
-        chosen = sample(logits, sampling)
-        sample_s = timer.stop()
-        tokens = iter(zip(chosen, faulty.tolist(), strict=True))
-        results = []
-        for row in rows:
-            if not row.samples:
-                results.append(RowResult())
-                continue
-            token, fault = next(tokens)
-            if fault:
-                at = row.start + row.num_tokens - 1
-                results.append(RowResult(error=f"the model's logits at position {at} are not finite"))
-            else:
-                results.append(RowResult((token,)))
-        return SamplerOutput(tuple(results), sample_s)
+    def _sample(self, logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> list[RowResult]:
+        """Results of rows that sample; `logits` are theirs, [rows, V]."""
+        return self._sampler.sample(logits, rows)
 
     def _tensor(self, array: IntArray) -> torch.Tensor:
         return to_device(array, self._device)
@@ -194,8 +208,14 @@ class TransformersRunner(ModelRunner):
         self._pool.copy(copies)
 
     @override
+    def check_request(self, request: Request) -> None:
+        self._grammars.check(request)
+
+    @override
     def drop_caches(self) -> None:
         self._builder.drop_caches()
+        self._grammars.drop_caches()
+        self._sampler.drop_caches()
         if self._backend is not None:
             self._backend.drop_caches()
 
@@ -203,6 +223,14 @@ class TransformersRunner(ModelRunner):
     def close(self) -> None:
         self.drop_caches()
         self._bound = self._pool = self._backend = None
+
+
+def _joined(first: RowResult, second: RowResult) -> RowResult:
+    """What two parts of a row's computation gave, of which only the second may have sampled."""
+    if error := first.error or second.error:
+        return RowResult(error=error)
+    prompt = {**(first.prompt_logprobs or {}), **(second.prompt_logprobs or {})}
+    return RowResult(second.token_ids, second.logprobs, prompt or None)
 
 
 class _Timer:

@@ -1,4 +1,7 @@
-"""From logits to tokens, for a batch of rows with different settings."""
+"""From logits to tokens, for a batch of rows with different settings.
+
+`Sampler` is the whole of it; `sample` is the draw, which keeps nothing and knows temperatures and filters alone.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..types import RowResult
+from .adjust import LogitsAdjuster, forbidding
+from .logprobs import token_logprobs
 from .uniform import uniform
 
 if TYPE_CHECKING:
     from ..params import SamplingParams
-    from ..types import ScheduledSequence
+    from ..types import ScheduledSequence, TokenLogprobs
+    from .grammar import Grammars
 
-__all__ = ["sample"]
+__all__ = ["Sampler", "sample"]
 
 _ONE = 1 << 42
 """The weight of the most probable token. Weights are integers: a sum of integers is the same in any order, so that
@@ -29,6 +36,71 @@ _CHUNK_CPU = 1 << 20
 the cost of the computing."""
 
 
+class Sampler:
+    """Gives each row its token, and the log-probabilities that it asks for.
+
+    What it keeps between calls is made again where it is missing, so that a result depends on logits and row alone.
+
+    Args:
+        grammars: for structured outputs.
+    """
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._adjuster = LogitsAdjuster(grammars)
+
+    def drop_caches(self) -> None:
+        """Forget what can be made again."""
+        self._adjuster.drop_caches()
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> list[RowResult]:
+        """Adjust the logits as the rows ask (`LogitsAdjuster`) and choose a token for each (`sample`).
+
+        The device is waited for once, and once more if a row asks for log-probabilities.
+
+        Args:
+            logits: [rows, vocabulary], the model's own; not changed.
+            rows: one for each row of `logits`, in order.
+
+        Returns:
+            A result for each row. One whose logits are not finite, whose logits processor or grammar fails, or that
+            has no token left, has an error and no token.
+        """
+        adjusted = self._adjuster.adjust(logits, rows)
+        # NaN and plus infinity carry through a maximum; a model may mask tokens with minus infinity.
+        bad = ~logits.amax(-1).isfinite()
+        if adjusted is not None:
+            bad = torch.stack((bad, adjusted.logits.amax(-1) == -math.inf))
+        flags = torch.empty(bad.shape, dtype=torch.bool, device="cpu", pin_memory=logits.device.type == "cuda")
+        # It arrives before the tokens: reading those is the step's one synchronisation.
+        flags.copy_(bad, non_blocking=True)
+        tokens = sample(logits if adjusted is None else adjusted.logits, rows)
+        errors: dict[int, str] = {} if adjusted is None else adjusted.faults
+        faulty, empty = flags.tolist() if adjusted is not None else (flags.tolist(), [False] * len(rows))
+        for i, row in enumerate(rows):
+            if faulty[i]:
+                errors[i] = f"the model's logits at position {row.start + row.num_tokens - 1} are not finite"
+            elif empty[i] and i not in errors:
+                errors[i] = f"no token is left to sample by {' and '.join(forbidding(row))}"
+        logprobs = _logprobs(logits, rows, tokens)
+        return [
+            RowResult(error=errors[i]) if i in errors else RowResult((token,), logprobs.get(i))
+            for i, token in enumerate(tokens)
+        ]
+
+
+def _logprobs(
+    logits: torch.Tensor, rows: Sequence[ScheduledSequence], tokens: Sequence[int]
+) -> dict[int, tuple[TokenLogprobs]]:
+    """Log-probabilities of the rows that ask for them."""
+    some = [i for i, row in enumerate(rows) if row.request.params.logprobs is not None]
+    if not some:
+        return {}
+    counts = [rows[i].request.params.logprobs or 0 for i in some]
+    found = token_logprobs(_take(logits, some), [tokens[i] for i in some], counts)
+    return {i: (entry,) for i, entry in zip(some, found, strict=True)}
+
+
 @torch.inference_mode()
 def sample(logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> list[int]:
     """Choose one token for each row. The device is waited for once.
@@ -40,8 +112,7 @@ def sample(logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> list[int]
     than the best one.
 
     A token is a function of the row's logits, the request's seed, the sample's index and the token's position: nothing
-    is kept between calls, and neighbours, order and shape of the batch have no influence. While a sample has fewer than
-    ``min_tokens`` tokens, its stop tokens are not chosen.
+    is kept between calls, and neighbours, order and shape of the batch have no influence.
 
     A row with NaN gives some token of the vocabulary and disturbs no other row.
 
@@ -59,7 +130,6 @@ def sample(logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> list[int]
         raise ValueError(f"logits of shape {tuple(logits.shape)} for {len(rows)} rows")
     if not rows:
         return []
-    logits = _without_early_stops(logits, rows)
     greedy = [i for i, row in enumerate(rows) if row.request.params.temperature == 0]
     if len(greedy) == len(rows):
         return _tolist(_best(logits))
@@ -159,22 +229,6 @@ def _nucleus(logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor
         if bool(reached.all()):
             return value
     return cut(logits.sort(dim=-1, descending=True).values)[0]
-
-
-def _without_early_stops(logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> torch.Tensor:
-    """The logits, with -inf for the stop tokens of rows below their min_tokens; the same tensor if there is none."""
-    vocab = logits.shape[-1]
-    places = [
-        (i, token)
-        for i, row in enumerate(rows)
-        if row.num_output < row.request.params.min_tokens
-        for token in row.request.stop_token_ids
-        if 0 <= token < vocab
-    ]
-    if not places:
-        return logits
-    index = _upload(places, torch.int64, logits.device)
-    return logits.index_put((index[:, 0], index[:, 1]), logits.new_full((), -math.inf))
 
 
 def _take(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:

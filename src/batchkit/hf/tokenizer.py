@@ -50,6 +50,11 @@ class HFTokenizer:
         self._backend = self._plain_backend()
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it is of the tokenizers library, and its text is the text of its tokens one behind the other."""
+        return self._backend is not None
+
+    @property
     def eos_token_id(self) -> int | None:
         """The tokenizer's end of sequence."""
         token_id: int | None = self.inner.eos_token_id
