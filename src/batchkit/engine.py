@@ -287,6 +287,7 @@ class Engine:
             raise TypeError(f"prefix_caching must be True or False, got {prefix_caching!r}")
         if prefix_caching and "prefix_caching" not in inspect.signature(allocator).parameters:
             raise ValueError(f"{allocator.__name__} cannot keep prefixes; prefix_caching needs a PagedAllocator")
+        tokenizer = as_tokenizer(tokenizer)
         runner = TransformersRunner(
             model,
             kv_memory=kv_memory,
@@ -295,6 +296,7 @@ class Engine:
             swap_memory=swap_memory,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs or scheduler.default_max_num_seqs,
+            tokenizer=tokenizer,
         )
         try:
             geometry = runner.geometry
@@ -308,7 +310,7 @@ class Engine:
                 preemption=Swap(host) if host else None,
                 **scheduler_args,
             )
-            return cls(runner, policy, tokenizer=as_tokenizer(tokenizer), clock=clock, on_step=on_step, trace=trace)
+            return cls(runner, policy, tokenizer=tokenizer, clock=clock, on_step=on_step, trace=trace)
         except BaseException:
             runner.close()
             raise
