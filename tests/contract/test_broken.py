@@ -359,21 +359,149 @@ class TooShort(PagedAllocator):
         return max(1, super()._blocks_for(num_tokens, reserve, rows, hit) - 1)
 
 
+class Caching(PagedAllocator):
+    """What the ones below start from: they break what prefix caching promises."""
+
+    def __init__(self, num_blocks, block_size):
+        super().__init__(num_blocks, block_size, prefix_caching=True)
+
+    def check(self):
+        """The kit must find it out by itself."""
+
+
+class PinsLate(Caching):
+    """Evicts for what is new before it holds the hit."""
+
+    def grow(self, seq_id, num_tokens, *, hit=(), reserve=0, **more):
+        need = self._blocks_for(num_tokens, reserve, 1, hit) - len(hit)
+        if not hit or need > self.num_free_blocks:
+            return super().grow(seq_id, num_tokens, hit=hit, reserve=reserve, **more)
+        taken = self._take(need)
+        for block in hit:
+            if self._is_cached(block):
+                self._index.hold(block)
+            else:
+                self._shared[block] = self._shared.get(block, 0) + 1
+        self._tables[seq_id] = (*hit, *taken)
+        return ()
+
+
+class CountsHitsAsFree(Caching):
+    """A hit that nobody holds is taken, and stays among the free ones."""
+
+    def fits(self, seq_id, num_tokens, *, hit=(), freeing=(), reserve=0, **more):
+        if not hit:
+            return super().fits(seq_id, num_tokens, freeing=freeing, reserve=reserve, **more)
+        back = sum(len(self.table(other)) for other in freeing)
+        return self._blocks_for(num_tokens, reserve, 1, hit) - len(hit) <= self.num_free_blocks + back
+
+
+class CountsSharersTwice(Caching):
+    """A block that two hold counts twice when both give it back."""
+
+    def fits(self, seq_id, num_tokens, *, hit=(), freeing=(), reserve=0, **more):
+        if hit:
+            return super().fits(seq_id, num_tokens, hit=hit, freeing=freeing, reserve=reserve, **more)
+        back = sum(len(self.table(other)) for other in freeing)
+        need = self._blocks_for(num_tokens, reserve, 1, hit) - len(self.table(seq_id))
+        return need <= self.num_free_blocks + back
+
+
+class FreesWhatOthersHold(Caching):
+    def free(self, seq_id):
+        self._shared.clear()
+        super().free(seq_id)
+
+
+class FindsWhatIsGone(Caching):
+    """An evicted block stays in the index."""
+
+    def _take(self, count):
+        stale = {salt: dict(root.children) for salt, root in self._index._roots.items()}
+        taken = super()._take(count)
+        for salt, root in self._index._roots.items():
+            root.children = {**stale.get(salt, {}), **root.children}
+        return taken
+
+
+class MixesSalts(Caching):
+    """Tells no salt from an empty one."""
+
+    def match(self, token_ids, limit, salt=None):
+        return super().match(token_ids, limit, salt or None)
+
+    def publish(self, seq_id, row, token_ids, num_computed, salt=None):
+        super().publish(seq_id, row, token_ids, num_computed, salt or None)
+
+
+class TakesHashesForTokens(Caching):
+    """Looks at the sum of a block's tokens in place of the tokens."""
+
+    def _summed(self, token_ids):
+        size = self.block_size
+        return [t for i in range(0, len(token_ids), size) for t in (sum(token_ids[i : i + size]), *[0] * (size - 1))]
+
+    def match(self, token_ids, limit, salt=None):
+        return super().match(self._summed(token_ids), limit, salt)
+
+    def publish(self, seq_id, row, token_ids, num_computed, salt=None):
+        super().publish(seq_id, row, self._summed(token_ids), num_computed, salt)
+
+
+class ForgetsToPublish(Caching):
+    """As if one path left it out."""
+
+    def publish(self, seq_id, row, token_ids, num_computed, salt=None):
+        if num_computed > self.block_size:
+            super().publish(seq_id, row, token_ids, num_computed, salt)
+
+
+class IgnoresTheLimit(Caching):
+    def match(self, token_ids, limit, salt=None):
+        return super().match(token_ids, len(token_ids), salt)
+
+
+class ForgetsInPart(Caching):
+    """Publishes again what was written before."""
+
+    def forget(self):
+        super().forget()
+        self._index._outdated.clear()
+
+
+class DropsItsHit(Caching):
+    def grow(self, seq_id, num_tokens, *, hit=(), **more):
+        return super().grow(seq_id, num_tokens, **more)
+
+
 BROKEN_ALLOCATORS = {
     DoubleFrees: "add up to the pool",
     Leaks: "add up to the pool",
     GrowsInPart: "has changed nothing",
     FitsTooMuch: "fits is exact",
     IgnoresFragmentation: "fits is exact",
-    MovesBlocks: "a table grows at its end",
+    MovesBlocks: "grows at its end",
     NewTableEachTime: "the same object",
     ForgetsReserve: "",  # fits and grow disagree before the reserve is asked for
     TooShort: "a table covers its tokens",
+    PinsLate: "a block stands in a table once",
+    CountsHitsAsFree: "fits is exact",
+    CountsSharersTwice: "fits is exact",
+    FreesWhatOthersHold: "add up to the pool",
+    FindsWhatIsGone: "match finds only",
+    MixesSalts: "match finds only",
+    TakesHashesForTokens: "match finds only",
+    ForgetsToPublish: "what is published is found",
+    IgnoresTheLimit: "match keeps to its limit",
+    ForgetsInPart: "match finds only",
+    DropsItsHit: "",
 }
 
 
 @pytest.mark.parametrize("make", BROKEN_ALLOCATORS, ids=lambda make: make.__name__)
 def test_a_broken_allocator_is_caught(make):
+    if issubclass(make, Caching):
+        check_allocator(Caching, num_workloads=3)
     with pytest.raises(ConformanceError) as caught:
         check_allocator(make)
     assert BROKEN_ALLOCATORS[make] in caught.value.rule

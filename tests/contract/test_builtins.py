@@ -101,7 +101,11 @@ def test_without_ageing_they_starve_and_the_bound_shows_it(make):
         check_scheduler(make, num_workloads=0, max_wait_steps=100, step_s=0.03)
 
 
-@pytest.mark.parametrize("make", [PagedAllocator, ContiguousAllocator])
+def with_prefix_caching(num_blocks, block_size):
+    return PagedAllocator(num_blocks, block_size, prefix_caching=True)
+
+
+@pytest.mark.parametrize("make", [PagedAllocator, with_prefix_caching, ContiguousAllocator])
 def test_allocator(make):
     check_allocator(make)
 

@@ -60,6 +60,9 @@ class PrefixIndex:
         """Blocks that are indexed and that nobody holds."""
         return len(self._cached)
 
+    def __contains__(self, block: int) -> bool:
+        return block in self._entries
+
     def is_cached(self, block: int) -> bool:
         """Whether the block is indexed and nobody holds it."""
         return block in self._cached

@@ -66,7 +66,8 @@ class BlockAllocator(ABC):
     ) -> bool:
         """Whether `grow` with the same arguments would succeed after `free` of every sequence in `freeing`.
 
-        Exact: it counts fragmentation, sharing, copies, and hits that only one of `freeing` holds. Changes nothing.
+        Exact: it counts fragmentation, sharing, copies, and hits that only one of `freeing` holds: if `match` would not
+        find such a block then, it is lost, and nothing fits. Changes nothing.
         """
 
     @abstractmethod
@@ -87,7 +88,8 @@ class BlockAllocator(ABC):
             num_tokens: tokens that the table must cover.
             computed: how many of them are computed already, in `hit` or in the table.
             hit: full blocks whose contents are the first tokens: found by `match`, or the first blocks in the table of
-                another sequence. Only for a sequence without a table, and only where `shares_blocks`.
+                another sequence, and nothing was taken in between. Only for a sequence without a table, and only where
+                `shares_blocks`.
             rows: tables of a beam group.
             reserve: tokens to take blocks for now, capped at the pool.
 

@@ -95,8 +95,10 @@ class PagedAllocator(BlockAllocator):
             return need <= self.num_free_blocks + sum(map(len, tables))
         let_go = Counter([block for other in tables for block in other])
         back = {block for block, times in let_go.items() if times > self._shared.get(block, 0)}
-        # A hit that nobody holds, or nobody will, is one of the free blocks until it is taken.
-        return need + sum(self._is_cached(block) or block in back for block in hit) <= self.num_free_blocks + len(back)
+        pinned = [block for block in hit if self._is_cached(block) or block in back]
+        if not all(self._is_indexed(block) for block in pinned):
+            return False  # with the last that holds it, such a block is lost
+        return need + len(pinned) <= self.num_free_blocks + len(back)
 
     @override
     def grow(
@@ -136,6 +138,9 @@ class PagedAllocator(BlockAllocator):
                 f"of {self.block_size} tokens for a table of {len(table)}, computed={computed}"
             )
         return max(0, self._blocks_for(num_tokens, reserve, rows, hit) - len(table) - len(hit))
+
+    def _is_indexed(self, block: int) -> bool:
+        return self._index is not None and block in self._index
 
     def _is_cached(self, block: int) -> bool:
         return self._index is not None and self._index.is_cached(block)
