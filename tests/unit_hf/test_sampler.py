@@ -15,45 +15,10 @@ from batchkit.hf import sampler
 from batchkit.hf.grammar import Grammars
 from batchkit.hf.sampler import Sampler, sample
 from batchkit.hf.uniform import uniform
-from batchkit.types import Request, SamplingParams, ScheduledSequence
+from batchkit.types import SamplingParams, ScheduledSequence
+from unit_hf.helpers import GREEDY, PLAIN, random_logits, row
 
 VOCAB = 1000
-PLAIN = SamplingParams()
-GREEDY = SamplingParams(temperature=0)
-
-
-def row(
-    params: SamplingParams = PLAIN,
-    *,
-    seed: int = 0,
-    sample_index: int = 0,
-    num_output: int = 0,
-    prompt: int = 3,
-    stop_ids: Sequence[int] = (),
-) -> ScheduledSequence:
-    request = Request(
-        id="r",
-        prompt_token_ids=(1,) * prompt,
-        params=params,
-        max_tokens=10**6,
-        seed=seed,
-        stop_token_ids=frozenset(stop_ids),
-    )
-    return ScheduledSequence(
-        seq_id=1,
-        row=0,
-        seat=0,
-        request=request,
-        sample_index=sample_index,
-        start=0,
-        num_tokens=1,
-        token_ids=(1,),
-        output_ids=(),
-        num_output=num_output,
-        blocks=(),
-        samples=True,
-        idle=False,
-    )
 
 
 def draws(logits: torch.Tensor, params: SamplingParams, count: int) -> list[int]:
@@ -75,10 +40,6 @@ def kept_by_transformers(logits: torch.Tensor, params: SamplingParams) -> torch.
     if params.min_p > 0:
         scores = MinPLogitsWarper(params.min_p)(None, scores)  # type: ignore[arg-type]
     return scores[0] > -math.inf
-
-
-def random_logits(rows: int, vocab: int = VOCAB, *, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
 MIXED = [
@@ -188,7 +149,7 @@ def test_tied_tokens_are_kept_or_dropped_together() -> None:
 
 
 def test_each_row_has_its_own_filters() -> None:
-    logits = random_logits(1, scale=1.0)[0].expand(5, -1)
+    logits = random_logits(1, VOCAB, scale=1.0)[0].expand(5, -1)
     params = [PLAIN, SamplingParams(top_k=20), SamplingParams(top_p=0.5), SamplingParams(min_p=0.5), GREEDY]
     counts = kept(logits[:4], params[:4]).sum(dim=-1).tolist()
     assert counts[0] == VOCAB
@@ -224,7 +185,7 @@ def test_infinite_logits_are_the_best_ones() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_rows_without_a_number_disturb_no_other(bad: float) -> None:
-    logits = random_logits(6)
+    logits = random_logits(6, VOCAB)
     params = [PLAIN, SamplingParams(top_k=5), SamplingParams(top_p=0.5), GREEDY, SamplingParams(min_p=0.1), PLAIN]
     rows = [row(p, seed=i) for i, p in enumerate(params)]
     expected = sample(logits, rows)
@@ -237,7 +198,7 @@ def test_rows_without_a_number_disturb_no_other(bad: float) -> None:
 
 
 def test_one_nan_among_logits_gives_some_token() -> None:
-    logits = random_logits(1)[0]
+    logits = random_logits(1, VOCAB)[0]
     logits[17] = math.nan
     for params in (PLAIN, GREEDY, SamplingParams(top_k=5, top_p=0.5, min_p=0.1)):
         assert all(0 <= token < VOCAB for token in draws(logits, params, 5))
@@ -328,7 +289,7 @@ def test_a_row_alone_equals_the_row_in_any_batch(vocab: int) -> None:
 
 def test_memory_is_bounded_by_drawing_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = mixed_rows(60)
-    logits = random_logits(60)
+    logits = random_logits(60, VOCAB)
     expected = sample(logits, rows)
     weights, sizes = sampler._weights, []
 
@@ -348,7 +309,7 @@ def test_memory_is_bounded_by_drawing_in_chunks(monkeypatch: pytest.MonkeyPatch)
 
 def test_the_same_row_gives_the_same_token_again() -> None:
     rows = mixed_rows(20)
-    logits = random_logits(20)
+    logits = random_logits(20, VOCAB)
     first = sample(logits, rows)
     assert all(sample(logits, rows) == first for _ in range(3))
 
@@ -356,7 +317,7 @@ def test_the_same_row_gives_the_same_token_again() -> None:
 def test_randomness_stays_with_the_request_when_the_batch_shrinks() -> None:
     # Requests of different lengths, each with its seed; the batch is compacted as they end.
     lengths = [2, 9, 5, 12]
-    logits = [random_logits(12, seed=i) for i in range(4)]
+    logits = [random_logits(12, VOCAB, seed=i) for i in range(4)]
 
     def alone(i: int) -> list[int]:
         return [sample(logits[i][j][None], [row(seed=i, num_output=j)])[0] for j in range(lengths[i])]
@@ -381,11 +342,11 @@ def test_seeds_samples_and_positions_differ() -> None:
     tokens = sample(flat.expand(len(rows), -1), rows)
     assert len(set(tokens)) == len(tokens)
     # The position counts, wherever the prompt ends in it: a folded prompt changes nothing.
-    assert sample(flat, [row(prompt=3, num_output=4)]) == sample(flat, [row(prompt=6, num_output=1)])
+    assert sample(flat, [row(prompt=(1,) * 3, num_output=4)]) == sample(flat, [row(prompt=(1,) * 6, num_output=1)])
 
 
 def test_sample_of_one_index_does_not_depend_on_their_number() -> None:
-    logits = random_logits(1).expand(8, -1)
+    logits = random_logits(1, VOCAB).expand(8, -1)
     eight = sample(logits, [row(sample_index=i) for i in range(8)])
     assert sample(logits[:4], [row(sample_index=i) for i in range(4)]) == eight[:4]
     assert len(set(eight)) > 1
@@ -410,14 +371,14 @@ def test_uniform_numbers_stay_the_same() -> None:
 
 def test_global_random_state_and_settings_are_untouched() -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    sample(random_logits(20), mixed_rows(20))
+    sample(random_logits(20, VOCAB), mixed_rows(20))
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
 
 
 def test_logits_are_not_changed() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        logits = random_logits(60).to(dtype)
+        logits = random_logits(60, VOCAB).to(dtype)
         before = logits.clone()
         sample(logits, mixed_rows(60))
         sample(logits, [row(GREEDY)] * 60)
@@ -425,7 +386,7 @@ def test_logits_are_not_changed() -> None:
 
 
 def test_default_dtype_of_the_host_program_does_not_matter() -> None:
-    logits, rows = random_logits(60), mixed_rows(60)
+    logits, rows = random_logits(60, VOCAB), mixed_rows(60)
     expected = sample(logits, rows)
     torch.set_default_dtype(torch.float64)
     try:
@@ -466,4 +427,4 @@ def test_greedy_costs_nothing_that_only_others_need(monkeypatch: pytest.MonkeyPa
 def test_features_cost_nothing_where_no_row_uses_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("sort", "topk", "masked_fill_", "index_put", "index_select", "logsumexp"):
         monkeypatch.setattr(torch.Tensor, name, never)
-    assert len(plain_sampler().sample(random_logits(4), [row(num_output=i) for i in range(4)])) == 4
+    assert len(plain_sampler().sample(random_logits(4, VOCAB), [row(num_output=i) for i in range(4)])) == 4

@@ -95,8 +95,8 @@ class Grammars:
             RequestError: it cannot be compiled or can match nothing; or llguidance, a tokenizer that it can use, or a
                 token that ends the text is missing.
         """
-        if request.params.structured_outputs is not None and not self.matcher(request).allowed(self._vocab_size).any():
-            raise RequestError("structured_outputs can match nothing")
+        if request.params.structured_outputs is not None:
+            self.matcher(request)
 
     def matcher(self, request: Request) -> Matcher:
         """A new matcher, before any token. Raises what `check` raises."""
@@ -135,6 +135,9 @@ class Grammars:
             raise RequestError(f"structured_outputs cannot be compiled: {_shortened(str(error))}") from None
         if compiled.is_error():
             raise RequestError(f"structured_outputs cannot be compiled: {_shortened(compiled.get_error())}")
+        # What can match nothing is found here, and the copies need not find their first tokens again.
+        if not any(compiled.compute_bitmask()) or compiled.is_error():
+            raise RequestError(f"structured_outputs can match nothing: {_shortened(compiled.get_error())}")
         return compiled
 
 
@@ -143,8 +146,11 @@ def _tokens(tokenizer: object, eos_token_id: int) -> Any:
     from llguidance.hf import from_tokenizer
 
     if not isinstance(tokenizer, HFTokenizer) or not tokenizer.is_plain:
-        what = "there is none" if tokenizer is None else f"{type(tokenizer).__name__} is not"
-        raise RequestError(f"structured_outputs need a fast tokenizer of transformers, and {what}")
+        what = "the runner has none" if tokenizer is None else f"this {type(tokenizer).__name__} is not one"
+        raise RequestError(
+            "structured_outputs need a fast tokenizer of transformers that leaves its text as the tokenizers library "
+            f"makes it, and {what}"
+        )
     own = tokenizer.eos_token_id
     try:
         return from_tokenizer(tokenizer.inner, eos_token=eos_token_id if own is None else own)
@@ -170,5 +176,6 @@ def _grammar(wanted: StructuredOutputsParams) -> str:
 
 
 def _shortened(message: str) -> str:
-    message = " ".join(message.split())
+    # Behind the first sentence come the parser's state and the whole grammar.
+    message = " ".join(message.partition("<state>")[0].split())
     return message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + " ..."

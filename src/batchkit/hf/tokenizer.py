@@ -51,7 +51,7 @@ class HFTokenizer:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is of the tokenizers library, and its text is the text of its tokens one behind the other."""
+        """Whether it is of the tokenizers library, and leaves its text as the library makes it."""
         return self._backend is not None
 
     @property
