@@ -386,7 +386,7 @@ class Engine:
     ) -> str:
         due = None if timeout_s is None else self._clock() + _seconds("timeout_s", timeout_s)
         with self._turn():
-            self._end_what_is_due()
+            self._apply_aborts()
             request = self._intake.request(prompt, params, fresh_id=self._fresh_id, **options)
             if request.id in self._by_id:
                 raise DuplicateRequest(f"a request with id {request.id!r} is still alive")
@@ -450,7 +450,7 @@ class Engine:
         if threading.get_ident() == self._owner and self._turn_lock.acquire(blocking=False):
             try:
                 if not self._in_turn:
-                    self._end_what_is_due()
+                    self._apply_aborts()
             finally:
                 self._turn_lock.release()
 
@@ -515,7 +515,8 @@ class Engine:
             self._clock.sleep_until(due if until is None else min(until, due))
 
     def _advance(self) -> StepReport | None:
-        self._end_what_is_due()
+        self._time_out()
+        self._apply_aborts()
         self._wait_until = None
         if not self._live:
             return None
@@ -658,7 +659,7 @@ class Engine:
         """Take the results in. Returns the number of tokens kept and of requests ended."""
         scheduler = self._scheduler
         before = sum(self._finished.values())
-        self._end_what_is_due()
+        self._apply_aborts()
         news: dict[str, LiveRequest] = {}
         joining: list[tuple[LiveRequest, int]] = []
         num_new_tokens = 0
@@ -747,16 +748,16 @@ class Engine:
         live.error = error
         self._end(live, "error")
 
-    def _end_what_is_due(self) -> None:
-        """Requests that were aborted, or whose time is up, end."""
-        if self._timeouts:
-            now = self._clock()
-            while self._timeouts and self._timeouts[0][0] <= now:
-                live = heappop(self._timeouts)[2]
-                with self._id_lock:
-                    if live.ending is None:
-                        live.ending = "timeout"
-                        self._aborts.append(live)
+    def _time_out(self) -> None:
+        """Mark those whose time is up."""
+        while self._timeouts and self._timeouts[0][0] <= self._clock():
+            live = heappop(self._timeouts)[2]
+            with self._id_lock:
+                if live.ending is None:
+                    live.ending = "timeout"
+                    self._aborts.append(live)
+
+    def _apply_aborts(self) -> None:
         while self._aborts:
             live = self._aborts.popleft()
             if not live.has_ended:
