@@ -33,6 +33,7 @@ from batchkit import (
     OrcaScheduler,
     PagedAllocator,
     PagedScheduler,
+    PriorityScheduler,
     RequestOutput,
     RooflineCost,
     Scheduler,
@@ -76,6 +77,7 @@ BY_ORDER: dict[str, type[Scheduler]] = {
     "shortest-first": ShortestFirstScheduler,
     "shortest-remaining": ShortestRemainingScheduler,
     "feedback": FeedbackScheduler,
+    "priority": PriorityScheduler,
     "least-slack": LeastSlackScheduler,
     "fair": FairScheduler,
 }
@@ -151,6 +153,7 @@ def arrivals(count: int, seed: int) -> list[WorkloadRecord]:
                 predicted=max(1, round(length * rng.uniform(0.67, 1.33))),
                 arrival=now,
                 deadline=now + 2 + 0.04 * length if chat else None,
+                priority=0 if chat else 1,
                 metadata={"tenant": "chat" if chat else "report"},
             )
         )

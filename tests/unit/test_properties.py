@@ -20,6 +20,7 @@ from batchkit import (
     OrcaScheduler,
     PagedAllocator,
     PagedScheduler,
+    PriorityScheduler,
     SamplingParams,
     ShortestFirstScheduler,
     ShortestRemainingScheduler,
@@ -55,6 +56,7 @@ GROWING = [
     (FairScheduler, {}),
     (FeedbackScheduler, {"quantum_tokens": 2, "promote_after_s": 0.01}),
     (LeastSlackScheduler, {"undated_due_s": 0.01}),
+    (PriorityScheduler, {"ageing_s_per_level": 0.01}),
     (SkipAheadScheduler, {"max_skips": 2}),
     (OptimisticScheduler, {}),
 ]
@@ -73,13 +75,14 @@ class Workload:
 @st.composite
 def workloads(draw):
     record = st.builds(
-        lambda prompt, declared, share, arrival, predicted, due, metadata: WorkloadRecord(
+        lambda prompt, declared, share, arrival, predicted, due, priority, metadata: WorkloadRecord(
             prompt=prompt,
             max_tokens=declared,
             output_tokens=max(1, round(declared * share)),
             arrival=arrival,
             predicted=predicted,
             deadline=None if due is None else arrival + due,
+            priority=priority,
             metadata=metadata,
         ),
         prompt=st.integers(1, 24),
@@ -88,6 +91,7 @@ def workloads(draw):
         arrival=st.sampled_from([0.0, 0.0, 0.003, 0.02]),
         predicted=st.sampled_from([None, 1, 5, 100]),
         due=st.sampled_from([None, -1.0, 0.01, 0.1]),
+        priority=st.integers(-1, 1),
         metadata=st.sampled_from([{}, {"tenant": "a"}, {"tenant": "b"}]),
     )
     records = draw(st.lists(record, min_size=1, max_size=9))

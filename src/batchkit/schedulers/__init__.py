@@ -8,6 +8,7 @@ from .least_slack import LeastSlackScheduler
 from .optimistic import OptimisticScheduler
 from .orca import OrcaScheduler
 from .paged import PagedScheduler
+from .priority import PriorityScheduler
 from .shortest_first import ShortestFirstScheduler
 from .shortest_remaining import ShortestRemainingScheduler
 from .skip_ahead import SkipAheadScheduler
@@ -23,6 +24,7 @@ __all__ = [
     "OptimisticScheduler",
     "OrcaScheduler",
     "PagedScheduler",
+    "PriorityScheduler",
     "ShortestFirstScheduler",
     "ShortestRemainingScheduler",
     "SkipAheadScheduler",
