@@ -11,6 +11,7 @@
     |-- SchedulerStalled (RuntimeError)  a scheduler left live requests without work and without a time to wait for
     |-- EngineBusy (RuntimeError)        called from another thread, or from inside the step, while a step runs
     |-- EngineClosed (RuntimeError)      called after close()
+    |-- EngineFull (RuntimeError)        as many requests wait as EngineThread(max_waiting=) allows
     |-- EngineFailed (RuntimeError)      the runner kept failing; the requests are still there
     |-- RunnerError (RuntimeError)       raised by runners, handled by the engine
     |   |-- RunnerOutOfMemory            this step was too large; a smaller one may work
@@ -73,6 +74,10 @@ class EngineBusy(BatchkitError, RuntimeError):
 
 class EngineClosed(BatchkitError, RuntimeError):
     """The engine was called after close()."""
+
+
+class EngineFull(BatchkitError, RuntimeError):
+    """As many requests wait as `EngineThread` may have, and none began to run in the time that the caller has."""
 
 
 class EngineFailed(BatchkitError, RuntimeError):

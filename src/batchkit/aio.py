@@ -1,0 +1,142 @@
+"""An engine for asyncio: coroutines submit requests, a thread of the engine's own runs them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
+
+from typing_extensions import Unpack
+
+from .engine import Engine, Prompt
+from .params import SamplingParams
+from .threads import EngineThread, PendingRequest, RequestOptions, no_room, patience
+from .types import EngineStats, RequestOutput
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["AsyncEngine"]
+
+T = TypeVar("T")
+
+
+class AsyncEngine:
+    """The front of an engine for coroutines. It owns the engine, and runs it in a thread of its own.
+
+    No call holds up the event loop. The coroutines may be those of several loops in several threads, and other threads
+    may use `thread` beside them. Cancelling a task aborts what it waits for. What ends the engine, and what becomes of
+    one that is forgotten: see `EngineThread`.
+
+    Use it as an asynchronous context manager, or await `close`.
+
+    Args:
+        engine, max_waiting: see `EngineThread`; beyond `max_waiting`, requests wait for room without holding up the
+            loop.
+
+    Attributes:
+        thread: the front for threads, of the same engine.
+    """
+
+    def __init__(self, engine: Engine, *, max_waiting: int | None = None) -> None:
+        self.thread = EngineThread(engine, max_waiting=max_waiting)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        max_wait_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> RequestOutput:
+        """Run a request to its end, and return its last output.
+
+        Args: as `EngineThread.submit`.
+
+        Raises:
+            RequestError, TypeError: it cannot be taken; see `Engine.add_request`.
+            EngineFull, EngineClosed, ValueError: see `EngineThread.submit`.
+        """
+        limit = patience(max_wait_s, timeout_s)
+        request = self.thread.enqueue(prompt, params, timeout_s=timeout_s, **options)
+        try:
+            await _room(request, limit)
+            return await asyncio.wrap_future(request)
+        finally:
+            request.cancel()  # which does nothing if it has ended
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        timeout_s: float | None = None,
+        max_wait_s: float | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Run a request, and give its outputs as they are made, the last of them with ``finished=True``.
+
+        It is submitted when the first output is asked for. The engine waits for no reader, as in
+        `EngineThread.stream`. Closing the generator aborts the request; leaving ``async for`` early does so when the
+        generator is let go of, at once with ``contextlib.aclosing``.
+
+        Args, and what it raises: as `generate`.
+        """
+        loop = asyncio.get_running_loop()
+        news: asyncio.Queue[RequestOutput | Future[RequestOutput]] = asyncio.Queue()
+
+        def put(item: RequestOutput | Future[RequestOutput]) -> None:
+            loop.call_soon_threadsafe(news.put_nowait, item)
+
+        limit = patience(max_wait_s, timeout_s)
+        request = self.thread.enqueue(prompt, params, on_output=put, timeout_s=timeout_s, **options)
+        try:
+            await _room(request, limit)
+            request.add_done_callback(put)
+            while isinstance(output := await news.get(), RequestOutput):
+                yield output
+            output.result()  # raises what went wrong
+        finally:
+            request.cancel()
+
+    def abort(self, request_id: str) -> None:
+        """See `EngineThread.abort`."""
+        self.thread.abort(request_id)
+
+    async def call(self, function: Callable[[Engine], T]) -> T:
+        """`EngineThread.call`, awaited."""
+        return await asyncio.wrap_future(self.thread.call(function))
+
+    def stats(self) -> EngineStats:
+        """See `EngineThread.stats`."""
+        return self.thread.stats()
+
+    async def close(self, *, drain: bool = True, timeout_s: float | None = None) -> None:
+        """See `EngineThread.close`. Being cancelled cuts the draining short."""
+        try:
+            await asyncio.to_thread(self.thread.close, drain=drain, timeout_s=timeout_s)
+        except asyncio.CancelledError:
+            self.thread.close(drain=False, wait=False)
+            raise
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Drain; after an exception, abort."""
+        await self.close(drain=kind is None)
+
+
+async def _room(request: PendingRequest, limit: float | None) -> None:
+    """Wait until the request is accepted."""
+    if not request.accepted.done():
+        # Not by `asyncio.wait_for`, which before Python 3.12 may lose the task's cancellation.
+        await asyncio.wait([asyncio.wrap_future(request.accepted)], timeout=limit)
+        if not request.accepted.done():
+            raise no_room(limit)
+    request.accepted.result()
