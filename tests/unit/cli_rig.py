@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def command(tmp_path, monkeypatch):
     """``command(lines, *options)`` runs ``batchkit generate`` in an empty folder; gives exit code and records.
 
     `before` and `on_step` are the runner's and the engine's; `prompts` is filled with the prompts of all requests.
+    The records are in the order of the rows, unless `keep_order` is False, and without their keys.
     """
     monkeypatch.chdir(tmp_path)
 
@@ -73,6 +75,7 @@ def command(tmp_path, monkeypatch):
         target="out.jsonl",
         tokenizer=Letters,
         prompts=None,
+        keep_order=True,
     ):
         def make_engine(args):
             policy = args.scheduler.policy(
@@ -83,14 +86,17 @@ def command(tmp_path, monkeypatch):
             )
             if prompts is not None:
                 add = policy.add
-                policy.add = lambda seq: (prompts.append(list(seq.request.prompt_token_ids)), add(seq))[1]
+                policy.add = lambda seq, **options: (
+                    prompts.append(list(seq.request.prompt_token_ids)),
+                    add(seq, **options),
+                )[1]
             return Engine(Runner(before), policy, tokenizer=tokenizer(), on_step=on_step)
 
         monkeypatch.setattr(cli, "make_engine", make_engine)
         if lines is not None:
             data = lines if isinstance(lines, bytes) else jsonl(lines)
             Path(source).write_bytes(gzip.compress(data) if source.endswith(".gz") else data)
-        code = cli.main(["generate", source, "-o", target, "--model", "toy", *options])
+        code = cli.main(["generate", source, "-o", target, "--model", "toy", *["--keep-order"] * keep_order, *options])
         return code, read(target) if Path(target).is_file() else None
 
     return run
@@ -101,6 +107,14 @@ def jsonl(rows):
 
 
 def read(path):
+    """The records of a file, each without its key, which is checked."""
+    records = read_whole(path)
+    for record in records:
+        assert re.fullmatch("[0-9a-f]{32}", record.pop("key", "0" * 32))
+    return records
+
+
+def read_whole(path):
     data = Path(path).read_bytes()
     if str(path).endswith(".gz"):
         data = gzip.decompress(data)

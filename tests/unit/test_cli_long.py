@@ -10,8 +10,8 @@ from batchkit import ChunkedPrefillScheduler, Engine, KVGeometry, PagedAllocator
 from batchkit.cli.job import Job
 from batchkit.cli.lines import Lines
 from batchkit.cli.progress import Progress
-from batchkit.cli.records import Records
-from batchkit.cli.rows import RowReader
+from batchkit.cli.records import Records, Writer
+from batchkit.cli.rows import RowReader, Rows
 
 WINDOW = 64
 
@@ -64,18 +64,25 @@ def test_a_long_file_is_held_a_window_at_a_time():
         on_step=lambda report: live.append(report.num_waiting + report.num_running),
     )
     reader = RowReader(keep={}, defaults={"ignore_eos": True, "detokenize": False})
-    job = Job(engine, Lines(source), reader, Records(sink), window=WINDOW, progress=Progress(shown=False))
+    job = Job(
+        engine,
+        Rows(Lines(source), reader),
+        Records(model="toy", decode=str),
+        Writer(sink, keep_order=True),
+        window=WINDOW,
+        progress=Progress(shown=False),
+    )
     sizes = []
 
-    def sized(put=job._put):
+    def sized(put=job.writer.put):
         def counting(position, record):
             put(position, record)
             if position % 10_000 == 9_999:
-                sizes.append((len(job._live), job.records.num_held))
+                sizes.append((len(job._live), job.writer.num_held))
 
         return counting
 
-    job._put = sized()
+    job.writer.put = sized()
     job.run()
     assert sink.num_written == job.num_done == 100_000
     assert job.faults.num == 0

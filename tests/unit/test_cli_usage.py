@@ -40,7 +40,7 @@ WRONG = {
     "top-p": ([*ALL, "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
     "min-p": ([*ALL, "--min-p", "1.5"], "min_p must be in [0, 1], got 1.5"),
     "empty stop string": ([*ALL, "--stop", "a", "--stop", ""], "a stop string must not be empty"),
-    "max_tokens": ([*ALL, "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
+    "max_tokens": ([*ALL, "--max-tokens", "-1"], "max_tokens must be at least 1, or 0 to generate nothing, got -1"),
     "dtype": ([*ALL, "--dtype", "flot32"], "invalid choice: 'flot32'"),
     "too long": ([*ALL, "--on-too-long", "cut"], "invalid choice: 'cut'"),
     "format": ([*ALL, "--format", "csv"], "invalid choice: 'csv'"),

@@ -4,7 +4,8 @@ Records and reports go to the output, everything else to stderr. One file in a f
 
 * `options`: what may be said, and what of it is wrong before anything is opened;
 * `specs`: ``--scheduler NAME|module:Class,key=value``; `templates`: ``--template 'Summarise: {body}'``;
-* `lines`, `rows`, `records`: bytes in, a row of them, a record out;
+* `lines`, `rows`, `records`: bytes in, a row of them, a record out; `keys`: what a row is known by;
+* `resume`: what an earlier run has left to do;
 * `job`, `dry_run`: a file on its way through an engine, and what would become of it; `fit`: prompts that are too long;
 * `progress`: how far it is; `inspect`: the other two commands; `faults`: what ends a command with one line.
 

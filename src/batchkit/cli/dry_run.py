@@ -16,9 +16,8 @@ from ..errors import RequestTooLong
 from ..simulate import SimulatedRunner
 from .faults import RowFaults
 from .fit import most_tokens, prompt_ids, submit
-from .lines import Lines
 from .progress import Progress
-from .rows import BadRow, RowReader
+from .rows import BadRow, RowReader, Rows
 
 __all__ = ["dry_run", "preview_engine"]
 
@@ -49,7 +48,7 @@ def preview_engine(args: argparse.Namespace) -> Engine:
     return Engine(SimulatedRunner(geometry, check_kv=False), policy, tokenizer=found.tokenizer)
 
 
-def dry_run(engine: Engine, lines: Lines, reader: RowReader, args: argparse.Namespace) -> bool:
+def dry_run(engine: Engine, rows: Rows, reader: RowReader, args: argparse.Namespace) -> bool:
     """Print the report. Returns whether any row would fail."""
     lengths: Counter[int] = Counter()
     limits: set[int] = set()
@@ -57,36 +56,34 @@ def dry_run(engine: Engine, lines: Lines, reader: RowReader, args: argparse.Name
     num_long = num_cut = 0
     faults = RowFaults()
     progress = Progress(shown=not args.quiet)
-    while (line := lines.get(wait=True)) is not None:
-        number, data = line
+    while (row := rows.get(wait=True)) is not None:
         if progress.is_due():
-            progress.show(num_done=lines.num_rows - 1, num_failed=faults.num, total=lines.estimate())
+            progress.show(num_done=rows.num - 1, num_failed=faults.num, total=rows.estimate())
+        if isinstance(row, BadRow):
+            faults.add(str(row))
+            continue
         try:
-            row = reader.read(number, data)
             token_ids = prompt_ids(engine, row)
             lengths[len(token_ids)] += 1
-            request_id, num_dropped = submit(
-                engine, replace(row, prompt=list(token_ids), chat_template_kwargs=None), args.on_too_long
-            )
+            counted = replace(row, ask=row.ask._replace(prompt=list(token_ids), chat_template_kwargs=None))
+            request_id, num_dropped = submit(engine, counted, args.on_too_long)
             num_cut += num_dropped > 0
             engine.abort(request_id)
             engine.step()  # takes the output of what was aborted
-            if row.params.max_tokens is None:
+            if row.ask.params.max_tokens is None:
                 unlimited[len(token_ids)] += 1
             else:
-                limits.add(row.params.max_tokens)
+                limits.add(row.ask.params.max_tokens)
         except RequestTooLong as error:
             num_long += 1
-            faults.add(f"line {number}: {error}")
-        except BadRow as error:
-            faults.add(str(error))
+            faults.add(f"line {row.number}: {error}")
         except Exception as error:  # a tokenizer may raise anything over a text
-            faults.add(f"line {number}: {error}")
+            faults.add(f"line {row.number}: {error}")
 
-    progress.close(num_done=lines.num_rows, total=lines.num_rows)
+    progress.close(num_done=rows.num, total=rows.num)
     stats = engine.stats()
     for name, text in (
-        ("rows", f"{lines.num_rows:,}"),
+        ("rows", f"{rows.num:,}"),
         ("bad rows", f"{faults.num - num_long:,}"),
         ("too long", f"{num_long:,}" + (f", and {num_cut:,} would be cut" if num_cut else "")),
         ("prompt tokens", _summary(lengths)),

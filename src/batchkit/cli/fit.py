@@ -23,24 +23,27 @@ def submit(engine: Engine, row: Row, on_too_long: OnTooLong) -> tuple[str, int]:
     Raises:
         Whatever `Engine.add_request` and the tokenizer raise.
     """
+    ask = row.ask
     try:
-        return engine.add_request(row.prompt, row.params, chat_template_kwargs=row.chat_template_kwargs), 0
+        return engine.add_request(
+            ask.prompt, ask.params, chat_template_kwargs=ask.chat_template_kwargs, **ask.options
+        ), 0
     except RequestTooLong as error:
         if on_too_long == "error":
             raise
-        if row.params.max_tokens is None:
+        if ask.params.max_tokens is None:
             raise RequestTooLong(f"{error}; to cut it, max_tokens must say how much room the answer needs") from None
         token_ids = prompt_ids(engine, row)
-        room = most_tokens(engine) - row.params.max_tokens
+        room = most_tokens(engine) - ask.params.max_tokens
         cut = _cut(token_ids, room, on_too_long, _special_prefix(engine, token_ids))
         if cut is None:
             raise
-        return engine.add_request(cut, row.params), len(token_ids) - len(cut)
+        return engine.add_request(cut, ask.params, **ask.options), len(token_ids) - len(cut)
 
 
 def prompt_ids(engine: Engine, row: Row) -> tuple[int, ...]:
     """The tokens of a row's prompt, as the engine makes them."""
-    return engine.encode(row.prompt, chat_template_kwargs=row.chat_template_kwargs)
+    return engine.encode(row.ask.prompt, chat_template_kwargs=row.ask.chat_template_kwargs)
 
 
 def most_tokens(engine: Engine) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar, get_args
@@ -14,14 +15,18 @@ from ..params import SamplingParams
 from ..sizes import parse_bytes
 from .fit import OnTooLong
 from .records import FIELDS
+from .rows import Shard
 from .specs import SCHEDULERS, parse_policy, try_policy
 from .templates import Template
 
-__all__ = ["DONE", "FAILED_ROWS", "INTERRUPTED", "NOT_DONE", "parse"]
+__all__ = ["DONE", "FAILED_ROWS", "INTERRUPTED", "NOT_DONE", "STOPPED", "parse"]
 
-DONE, NOT_DONE, USAGE, FAILED_ROWS, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, NOT_DONE, USAGE, FAILED_ROWS, STOPPED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
-_EXIT_CODES = "exit codes: 0 done; 1 not done; 2 wrong usage; 3 done, and some rows have failed; 130 interrupted"
+_EXIT_CODES = (
+    "exit codes: 0 done; 1 not done; 2 wrong usage; 3 done, and some rows have failed; 4 stopped by SIGTERM or Ctrl-C, "
+    "what ran is finished; 130 stopped at once"
+)
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _DEFAULTS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
 _T = TypeVar("_T")
@@ -55,8 +60,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Answer the prompts of a file. A line is a JSON object with `prompt` (text or token ids) or "
         "`messages` (objects with role and content, for the model's chat template; `chat_template_kwargs` go to "
         "that), or whatever --template asks for; and, if wanted, `id` (text or an integer; else the line's number) "
-        "and `params` (fields of SamplingParams). Other keys are ignored, and so are empty lines. Each row gives one "
-        "record, in the same order: `id`, `text`, `finish_reason` and `usage`, or `id` and `error`.",
+        "and `params` (fields of SamplingParams). Other keys are ignored, and so are empty lines. OpenAI batch files "
+        "are taken too, and answered in their own form. Each row gives one record, when it is there: `id`, `text`, "
+        "`finish_reason` and `usage`, or `id` and `error`; and a `key`, by which --resume knows the row.",
         epilog=_EXIT_CODES,
     )
     _add_generate(generate)
@@ -91,6 +97,35 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("input", metavar="IN", help="JSONL or text in UTF-8, .gz too; - for stdin")
     generate.add_argument("-o", "--output", metavar="OUT", help="JSONL in UTF-8, .gz too; - for stdout")
     generate.add_argument("--overwrite", action="store_true", help="replace an output file that is not empty")
+    generate.add_argument(
+        "--resume", action="store_true", help="go on where an earlier run stopped: do the rows without a record in OUT"
+    )
+    generate.add_argument(
+        "--retry-errors", action="store_true", help="with --resume: do rows whose record is an error again"
+    )
+    generate.add_argument(
+        "--redo-changed",
+        action="store_true",
+        help="with --resume: do rows again whose prompt or parameters have changed; else they stop the command",
+    )
+    generate.add_argument(
+        "--keep-order",
+        action="store_true",
+        help="records in the order of the rows; a record waits until all before it are there",
+    )
+    generate.add_argument(
+        "--shard",
+        metavar="I/N",
+        type=_said(_shard),
+        help="only the I-th of N parts; OUT becomes OUT.I-of-N, or has {shard} where that is to stand",
+    )
+    generate.add_argument(
+        "--max-first-failures",
+        metavar="N",
+        type=_count_or_none,
+        default=100,
+        help="stop if the first N rows all fail; 0: go on; default: 100",
+    )
     generate.add_argument("--quiet", action="store_true", help="no progress, no warnings, no figures")
     generate.add_argument(
         "--dry-run", action="store_true", help="compute nothing; print the lengths, what is wrong and what would run"
@@ -98,7 +133,10 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
 
     rows = generate.add_argument_group("rows")
     rows.add_argument(
-        "--format", choices=("jsonl", "text"), help="text: a line is a prompt; default: text for .txt, else jsonl"
+        "--format",
+        choices=("jsonl", "text", "openai"),
+        help="text: a line is a prompt; openai: a batch file of that API; default: text for .txt, else what the first "
+        "line looks like",
     )
     rows.add_argument(
         "--template",
@@ -167,12 +205,30 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """What no option shows alone. Adds what follows from them: `is_text`, `maybe_text`, `defaults`, `attention`."""
+    """What no option shows alone. Adds what follows from them: `is_text`, `is_batch`, `maybe_text`, `defaults`..."""
     if args.output is None and not args.dry_run:
         parser.error("-o OUT is required, except with --dry-run")
+    if args.resume:
+        for wrong, what in (
+            (args.overwrite, "--overwrite, which begins anew"),
+            (args.dry_run, "--dry-run, which looks at every row"),
+            (args.input == "-", "stdin, which cannot be read twice"),
+            (args.output == "-", "stdout, which cannot be read"),
+        ):
+            if wrong:
+                parser.error(f"--resume does not go with {what}")
+    elif args.retry_errors or args.redo_changed:
+        parser.error(f"--{'retry-errors' if args.retry_errors else 'redo-changed'} needs --resume")
+    if args.format == "openai" and (args.template is not None or args.chat):
+        parser.error(f"--{'chat' if args.chat else 'template'} is not for OpenAI batch files, whose lines say it all")
+    if args.shard is not None and args.output not in (None, "-"):
+        args.output = _with_shard(args.output, args.shard)
     args.attention = "unknown"
     file_name = args.input.removesuffix(".gz")
     args.is_text = args.format == "text" or (args.format is None and file_name.endswith(".txt"))
+    args.is_batch = args.format == "openai" or (
+        None if args.format is None and not args.is_text and args.template is None and not args.chat else False
+    )
     args.maybe_text = args.format is None and not file_name.endswith((".jsonl", ".json"))
     args.defaults = {name: value for name in _DEFAULTS if (value := getattr(args, name)) is not None}
     try:
@@ -189,6 +245,26 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         )
     except (TypeError, ValueError) as error:
         parser.error(str(error))
+
+
+def _shard(text: str) -> Shard:
+    index, slash, count = text.partition("/")
+    if slash and index.isdecimal() and count.isdecimal() and 1 <= int(index) <= int(count):
+        return Shard(int(index), int(count))
+    raise ValueError(f"must be I/N with I from 1 to N, such as 1/4, got {text!r}")
+
+
+def _with_shard(path: str, shard: Shard) -> str:
+    """The name of the output of one part.
+
+    >>> _with_shard("out/all.jsonl.gz", Shard(1, 4)), _with_shard("part-{shard}.jsonl", Shard(1, 4))
+    ('out/all.1-of-4.jsonl.gz', 'part-1-of-4.jsonl')
+    """
+    if "{shard}" in path:
+        return path.replace("{shard}", str(shard))
+    folder, name = os.path.split(path)
+    stem, dot, ending = name.partition(".")
+    return os.path.join(folder, f"{stem}.{shard}{dot}{ending}")
 
 
 def _columns(given: list[str]) -> dict[str, str]:
@@ -223,6 +299,10 @@ def _said(make: Callable[[str], _T]) -> Callable[[str], _T]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
+
+
+def _count_or_none(text: str) -> Any:
+    return 0 if text == "0" else _count(text)
 
 
 def _count(text: str) -> Any:
