@@ -135,8 +135,10 @@ class AsyncEngine:
 async def _room(request: PendingRequest, limit: float | None) -> None:
     """Wait until the request is accepted."""
     if not request.accepted.done():
+        accepted = asyncio.wrap_future(request.accepted)
+        accepted.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
         # Not by `asyncio.wait_for`, which before Python 3.12 may lose the task's cancellation.
-        await asyncio.wait([asyncio.wrap_future(request.accepted)], timeout=limit)
+        await asyncio.wait([accepted], timeout=limit)
         if not request.accepted.done():
             raise no_room(limit)
     request.accepted.result()
