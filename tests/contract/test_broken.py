@@ -372,18 +372,9 @@ class Caching(PagedAllocator):
 class PinsLate(Caching):
     """Evicts for what is new before it holds the hit."""
 
-    def grow(self, seq_id, num_tokens, *, hit=(), reserve=0, **more):
-        need = self._blocks_for(num_tokens, reserve, 1, hit) - len(hit)
-        if not hit or need > self.num_free_blocks:
-            return super().grow(seq_id, num_tokens, hit=hit, reserve=reserve, **more)
-        taken = self._take(need)
-        for block in hit:
-            if self._is_cached(block):
-                self._index.hold(block)
-            else:
-                self._shared[block] = self._shared.get(block, 0) + 1
-        self._tables[seq_id] = (*hit, *taken)
-        return ()
+    def _make_room(self, hit, need):
+        room = super()._make_room((), need)
+        return room and super()._make_room(hit, 0)
 
 
 class CountsHitsAsFree(Caching):
@@ -416,12 +407,12 @@ class FreesWhatOthersHold(Caching):
 class FindsWhatIsGone(Caching):
     """An evicted block stays in the index."""
 
-    def _take(self, count):
+    def _make_room(self, hit, need):
         stale = {salt: dict(root.children) for salt, root in self._index._roots.items()}
-        taken = super()._take(count)
+        room = super()._make_room(hit, need)
         for salt, root in self._index._roots.items():
             root.children = {**stale.get(salt, {}), **root.children}
-        return taken
+        return room
 
 
 class MixesSalts(Caching):

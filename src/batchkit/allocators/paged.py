@@ -89,9 +89,12 @@ class PagedAllocator(BlockAllocator):
         freeing: Collection[int] = (),
     ) -> bool:
         table = () if seq_id in freeing else self._tables.get(seq_id, ())
-        need = self._new_blocks(table, num_tokens, computed, hit, rows, reserve)
+        need = self._blocks_for(num_tokens, reserve, rows, hit) - len(table) - len(hit)
         tables = [self._tables.get(other, ()) for other in set(freeing)]
-        if not hit and not self._shared:
+        if hit:
+            self._check_hit(hit, table, computed)
+            need = max(0, need)
+        elif not self._shared:
             return need <= self.num_free_blocks + sum(map(len, tables))
         let_go = Counter([block for other in tables for block in other])
         back = {block for block, times in let_go.items() if times > self._shared.get(block, 0)}
@@ -114,46 +117,46 @@ class PagedAllocator(BlockAllocator):
         table = self._tables.get(seq_id, ())
         if num_tokens <= len(table) * self.block_size and not reserve and not hit and rows == 1:
             return ()  # most decode steps
-        need = self._new_blocks(table, num_tokens, computed, hit, rows, reserve)
-        if need + sum(map(self._is_cached, hit)) > self.num_free_blocks:
+        need = self._blocks_for(num_tokens, reserve, rows, hit) - len(table) - len(hit)
+        free = self._free
+        if hit:
+            self._check_hit(hit, table, computed)
+            need = max(0, need)
+        elif need <= 0:
+            return ()
+        if (hit or need > len(free)) and not self._make_room(hit, need):
             return None
-        for block in hit:  # before anything is evicted for the others
-            if self._is_cached(block):
-                assert self._index is not None
-                self._index.hold(block)
-            else:
-                self._shared[block] = self._shared.get(block, 0) + 1
-        if need or hit:
-            # A new tuple, never an extended list: whoever kept the old one can tell by identity that it changed.
-            self._tables[seq_id] = (*table, *hit, *self._take(need))
+        # A new tuple, never an extended list: whoever kept the old one can tell by identity that it changed.
+        self._tables[seq_id] = (*table, *hit, *free[: -need - 1 : -1])
+        del free[len(free) - need :]
         return ()
 
-    def _new_blocks(
-        self, table: Sequence[int], num_tokens: int, computed: int, hit: Sequence[int], rows: int, reserve: int
-    ) -> int:
-        """How many blocks are missing behind those of a table, or of the hit that one begins with."""
-        if hit and (table or computed < len(hit) * self.block_size):
+    def _check_hit(self, hit: Sequence[int], table: Sequence[int], computed: int) -> None:
+        if table or computed < len(hit) * self.block_size:
             raise ValueError(
                 f"a hit is for a sequence without a table, and its tokens are computed; got a hit of {len(hit)} blocks "
                 f"of {self.block_size} tokens for a table of {len(table)}, computed={computed}"
             )
-        return max(0, self._blocks_for(num_tokens, reserve, rows, hit) - len(table) - len(hit))
+
+    def _make_room(self, hit: Sequence[int], need: int) -> bool:
+        """Hold `hit`, and have `need` blocks in the free list; or change nothing."""
+        index, shared = self._index, self._shared
+        if need + sum(map(self._is_cached, hit)) > self.num_free_blocks:
+            return False
+        for block in hit:  # before anything is evicted
+            if index is not None and index.is_cached(block):
+                index.hold(block)
+            else:
+                shared[block] = shared.get(block, 0) + 1
+        while index is not None and need > len(self._free):
+            self._free += index.evict()
+        return True
 
     def _is_indexed(self, block: int) -> bool:
         return self._index is not None and block in self._index
 
     def _is_cached(self, block: int) -> bool:
         return self._index is not None and self._index.is_cached(block)
-
-    def _take(self, count: int) -> list[int]:
-        """So many blocks, which must be there; those that are cached only if need be."""
-        free = self._free
-        while count > len(free):
-            assert self._index is not None
-            free += self._index.evict()
-        taken = free[: -count - 1 : -1]
-        del free[len(free) - count :]
-        return taken
 
     @override
     def free(self, seq_id: int) -> None:
