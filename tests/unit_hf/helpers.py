@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -60,6 +61,7 @@ def random_logits(rows: int, vocab: int, *, seed: int = 0, scale: float = 3.0) -
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+@functools.cache
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte, then two that end a text, of which the tokenizer knows the first."""
     characters = sorted(pre_tokenizers.ByteLevel.alphabet())
