@@ -24,6 +24,7 @@ ROWS: dict[str, int] = {
     "batchkit.params": 0,
     "batchkit.types": 0,
     "batchkit.clocks": 0,
+    "batchkit.machine": 0,
     "batchkit.sizes": 0,
     "batchkit.sequence": 1,
     "batchkit.queues": 1,

@@ -71,6 +71,9 @@ def make_engine(args: argparse.Namespace) -> Engine:
     """The engine that a command's options ask for. For a dry run, one without weights, which can run nothing."""
     if args.dry_run:
         return preview_engine(args)
+    from ..hf.environment import limit_threads
+
+    limit_threads()
     return Engine.from_pretrained(
         args.model,
         device=args.device,

@@ -9,6 +9,7 @@ import sys
 from importlib import metadata
 
 from ..errors import UnsupportedModel
+from ..machine import usable_cpus
 from .faults import NotDone, loading, one_line
 from .options import DONE, NOT_DONE
 
@@ -42,8 +43,7 @@ def _version(package: str) -> str:
 
 
 def _cpu() -> str:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    parts = [platform.machine() or "unknown", f"{usable} of {os.cpu_count()} cores usable"]
+    parts = [platform.machine() or "unknown", f"{usable_cpus()} of {os.cpu_count()} cores usable"]
     from ..hf.loading import cpu_flags  # needs no torch
 
     flags = cpu_flags()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from ..machine import usable_cpus
 from .backends import choose_backend
 from .kv_pool import free_memory
 from .loading import default_device
 
-__all__ = ["describe"]
+__all__ = ["describe", "limit_threads"]
 
 _GIB = 1 << 30
 
@@ -23,6 +26,15 @@ def describe() -> list[tuple[str, str]]:
         ("default device", default_device()),
         ("attention", f"{backend}, the only backend of this version; xformers and triton are not used"),
     ]
+
+
+def limit_threads() -> None:
+    """Have torch use no more threads than can run at a time, unless OMP_NUM_THREADS says how many.
+
+    For programs that own their process, such as the command line; the library never calls it.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
 
 
 def _devices() -> list[str]:

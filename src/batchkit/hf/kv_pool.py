@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import OutOfKVMemory
+from ..machine import control_groups, read_text
 from ..sizes import parse_bytes
 from .backends.base import LayerKV
 
@@ -55,37 +56,20 @@ def free_memory(device: torch.device, *, root: Path = Path("/")) -> int | None:
 
 
 def _available(root: Path) -> int | None:
-    match = re.search(r"^MemAvailable:\s*(\d+) kB", _read(root / "proc/meminfo"), re.MULTILINE)
+    match = re.search(r"^MemAvailable:\s*(\d+) kB", read_text(root / "proc/meminfo"), re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
 
 def _group_limits(root: Path) -> Iterator[int]:
     """What each control group that this process is in, and each group above, leaves of its limit."""
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        # Within a container the path may be the one outside; then only the top of the tree exists.
-        group = top / path.lstrip("/")
-        for folder in (group, *group.parents):
-            limit, used = _read(folder / names[0]).strip(), _read(folder / names[1]).strip()
-            if limit.isdecimal() and used.isdecimal():
-                cache = re.search(rf"^{names[2]} (\d+)$", _read(folder / "memory.stat"), re.MULTILINE)
-                yield int(limit) - int(used) + (int(cache[1]) if cache else 0)
-            if folder == top:
-                break
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
+    for folder, is_unified in control_groups("memory", root=root):
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        if is_unified:
+            names = ("memory.max", "memory.current", "inactive_file")
+        limit, used = read_text(folder / names[0]).strip(), read_text(folder / names[1]).strip()
+        if limit.isdecimal() and used.isdecimal():
+            cache = re.search(rf"^{names[2]} (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
+            yield int(limit) - int(used) + (int(cache[1]) if cache else 0)
 
 
 def num_blocks_for(
