@@ -382,6 +382,19 @@ def test_free_blocks_are_taken_before_cached_ones() -> None:
     assert len(pool.match(tokens, 12)) == 3
 
 
+def test_a_hit_of_more_blocks_than_are_asked_for_takes_those_and_no_others() -> None:
+    pool = caching(4)
+    tokens = numbers(0, 8)
+    use(pool, 1, tokens)
+    pool.grow(2, 8)
+    hit = pool.match(tokens, 8)
+    assert (len(hit), pool.num_free_blocks) == (2, 2)
+    assert pool.fits(3, 4, computed=8, hit=hit)
+    assert pool.grow(3, 4, computed=8, hit=hit) == ()
+    assert (pool.table(3), pool.num_free_blocks) == (hit, 0)
+    pool.check()
+
+
 # ------------------------------------------------------------------------------------------ forgetting
 
 

@@ -72,7 +72,7 @@ class PrefixIndex:
         hit: list[int] = []
         entry = self._roots.get(salt)
         size = self.block_size
-        for end in range(size, min(limit, len(token_ids)) + 1, size):
+        for end in range(size, limit + 1, size):
             if entry is None:
                 break
             entry = entry.children.get(tuple(token_ids[end - size : end]))
@@ -151,7 +151,6 @@ class PrefixIndex:
         """Empty the index; what `held` blocks hold now is never indexed. Returns the blocks that are free."""
         freed = self._drop(list(self._roots.values()))
         self._roots.clear()
-        self._published.clear()
         self._outdated = set(held)
         return freed
 

@@ -93,7 +93,6 @@ class PagedAllocator(BlockAllocator):
         tables = [self._tables.get(other, ()) for other in set(freeing)]
         if hit:
             self._check_hit(hit, table, computed)
-            need = max(0, need)
         elif not self._shared:
             return need <= self.num_free_blocks + sum(map(len, tables))
         let_go = Counter([block for other in tables for block in other])
