@@ -173,12 +173,14 @@ def generated(
     return output, False
 
 
-def wild(vocab: int, seed: int, scale: float = 4.0) -> Callable[[int], torch.Tensor]:
-    """Logits of a model that wants anything but what it should."""
+def wild(vocab: int, seed: int, closing: Sequence[int] = ()) -> Callable[[int], torch.Tensor]:
+    """Logits of a model that wants anything but what it should, and somewhat rather the tokens that come to an end."""
 
     def logits(position: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + position)
-        return torch.randn(vocab, generator=generator) * scale
+        return (torch.randn(vocab, generator=generator) * 4).index_add_(
+            0, torch.tensor(closing, dtype=torch.int64), torch.full((len(closing),), 8.0)
+        )
 
     return logits
 
@@ -210,9 +212,10 @@ def test_what_is_produced_matches_with_a_real_vocabulary(name: str, smollm2_toke
     wanted, matches = CASES[name]
     vocab = len(smollm2_tokenizer.inner) + 37
     sampler, ended = Sampler(Grammars(smollm2_tokenizer, (2,), vocab)), 0
+    closing = [2, *(token for mark in '"}],:' for token in smollm2_tokenizer.encode(mark))]
     for seed in range(6):
         of = request(wanted, stop_ids=[2], temperature=1.0)
-        output, done = generated(sampler, of, wild(vocab, seed))
+        output, done = generated(sampler, of, wild(vocab, seed, closing))
         ended += done
         if done:
             assert matches(smollm2_tokenizer.decode(output, skip_special_tokens=False)), output
