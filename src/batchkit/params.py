@@ -62,7 +62,8 @@ class StructuredOutputsParams:
     (``max_tokens``), a stop string or a stop token of the caller's own can cut it short.
 
     Args:
-        json: a JSON schema, as an object or as its text; True for any JSON object.
+        json: a JSON schema, as an object or as its text; True for any JSON object. Where JSON allows spaces and line
+            ends, there are at most 20.
         regex: a regular expression that the whole text matches.
         choice: the text is one of these.
         grammar: a context-free grammar in the notation of the library that enforces it (Lark).

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["Grammars", "Matcher"]
 
 _MAX_MESSAGE = 500
+_WHITESPACE = r"[ \n\t]{0,20}"
+"""Between the parts of JSON. Without a bound some models never find out of it."""
 
 
 class Matcher:
@@ -164,7 +166,7 @@ def _grammar(wanted: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
     if wanted.json is not None:
-        return LLMatcher.grammar_from_json_schema(str(wanted.json))
+        return LLMatcher.grammar_from_json_schema(str(wanted.json), defaults={"whitespace_pattern": _WHITESPACE})
     if wanted.regex is not None:
         return LLMatcher.grammar_from_regex(wanted.regex)
     if wanted.choice is not None:
