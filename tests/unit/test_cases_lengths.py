@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from batchkit import Engine, KVGeometry, OrcaScheduler, PagedAllocator, RequestTooLong, SamplingParams, SimulatedRunner
+from batchkit import Engine, KVGeometry, OrcaScheduler, PagedAllocator, RequestTooLong, SimulatedRunner
 from unit.helpers import POLICIES, Rig
 
 everywhere = pytest.mark.parametrize("policy", POLICIES)

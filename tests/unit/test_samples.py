@@ -6,7 +6,6 @@ from batchkit import (
     ChunkedPrefillScheduler,
     ContiguousAllocator,
     OrcaScheduler,
-    PagedScheduler,
     RowResult,
     StaticScheduler,
 )

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from batchkit import ChunkedPrefillScheduler, PagedScheduler, RequestTooLong, SamplerOutput
-from unit.helpers import PAIRS, PREEMPTING, Rig, eager, told, tokens
+from unit.helpers import PAIRS, PREEMPTING, Rig, eager, tokens, told
 
 
 @pytest.mark.parametrize(("policy", "allocator"), PAIRS)
