@@ -372,6 +372,11 @@ class EngineThread:
         """The engine, for questions: its tokenizer, `Engine.encode`, geometry and clock."""
         return self._engine
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it takes requests: it is neither closed nor closing, and has not failed."""
+        return self._stage is _Stage.OPEN
+
     def close(self, *, drain: bool = True, timeout_s: float | None = None, wait: bool = True) -> None:
         """End the thread, and close the engine. Idempotent.
 
@@ -643,7 +648,8 @@ def patience(max_wait_s: float | None, timeout_s: float | None) -> float | None:
 
 def no_room(waited_s: float | None) -> EngineFull:
     """The error for who has waited in vain."""
-    return EngineFull(f"as many requests wait as max_waiting allows, and there was no room within {waited_s or 0:g} s")
+    in_vain = f", and there was no room within {waited_s:g} s" if waited_s else ""
+    return EngineFull(f"as many requests wait as max_waiting allows{in_vain}")
 
 
 def _wake() -> None:
