@@ -526,10 +526,13 @@ class Engine:
         out = scheduler.next_step(now, max_tokens=self._token_limit)
         scheduled = time.perf_counter()
         self._num_preemptions += len(out.preempted)
-        used = scheduler.allocator.num_blocks - scheduler.allocator.num_free_blocks
+        allocator = scheduler.allocator
+        used = allocator.num_blocks - allocator.num_free_blocks
         self._peak_used_blocks = max(self._peak_used_blocks, used)
         kv_tokens = sum(seq.num_computed for seq in scheduler.running)
         kv_tokens += sum(row.num_tokens for row in out.rows if not row.idle)
+        if allocator.shares_blocks:  # blocks of several tables are full, and were counted with each
+            kv_tokens -= (sum(len(allocator.table(seq.id)) for seq in scheduler.running) - used) * allocator.block_size
         if not out.rows and not out.copies:
             self._wait_until = out.wait_until
             return None

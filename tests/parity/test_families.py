@@ -266,7 +266,7 @@ def test_equals_eager(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", WITH_WINDOW)
 @pytest.mark.parametrize("chunk", [1, 3, 64])
 def test_window_borders(family: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lengths around the window, by prefill, by chunks and by decode, each row alone in its step and all together."""
+    """VLLM-4380: lengths around the window, by prefill, by chunks and by decode, each row alone and all together."""
     model = tiny(*FAMILIES[family])
     sequences = some_sequences(7, 8, 9, 10, 17)
     expected = [truth(model, sequence) for sequence in sequences]
@@ -287,7 +287,7 @@ def test_window_borders(family: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_pool_contents_do_not_matter(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What unwritten slots hold changes no bit of a result."""
+    """VLLM-936: what unwritten slots hold changes no bit of a result."""
     model = tiny(*FAMILIES[family])
     sequences = some_sequences(*range(1, 2 * BLOCK + 2))
     seen = []
@@ -309,6 +309,7 @@ def test_pool_contents_do_not_matter(family: str, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "biogpt"])
 def test_learned_positions_reach_the_last_one(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HF-33121: OPT's table of positions has an offset of two; the last position does not look beyond it."""
     model_type, changes = FAMILIES[family]
     model = tiny(model_type, dict(changes, max_position_embeddings=16))
     (sequence,) = some_sequences(16)
@@ -319,6 +320,34 @@ def test_learned_positions_reach_the_last_one(family: str, monkeypatch: pytest.M
     assert driver.worst([truth(model, sequence)]) < 1e-5
     with pytest.raises(ValueError, match=r"17 tokens.*16"):
         driver.step([driver.row(0, [*sequence, 5], 16, 1)])
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 5, 12])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_mlxlm_1805_positions_count_what_is_computed(family: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The query was rotated by the length after its chunk was written. Also after resuming at each length."""
+    model = tiny(*FAMILIES[family])
+    (sequence,) = some_sequences(12)
+    expected = truth(model, sequence)
+    for stop in range(12, 0, -1):
+        driver = Driver(model, monkeypatch)
+        for end in (stop, 12):  # up to there, then everything once more in other blocks
+            for start in range(0, end, chunk):
+                driver.step([driver.row(0, sequence, start, min(chunk, end - start))])
+            driver.release(driver.tables.pop(0))
+        assert driver.worst([expected]) < 1e-5
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_mlxvlm_1543_what_is_masked_follows_from_lengths(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of six lengths, one of which really contains the padding's and the end's ids."""
+    model = tiny(*FAMILIES["llama"])
+    sequences = [*some_sequences(1, 3, 9, 14, 20), [5, 2, 0, 2, 0, 0, 7]]
+    driver = Driver(model, monkeypatch)
+    rows = [driver.row(i, sequence, 0, len(sequence)) for i, sequence in enumerate(sequences)]
+    for step in [rows] if together else [[row] for row in rows]:
+        driver.step(step)
+    assert driver.worst([truth(model, sequence) for sequence in sequences]) < 1e-5
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])

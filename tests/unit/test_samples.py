@@ -54,6 +54,16 @@ def test_the_prompt_is_computed_and_held_once(policy, prompt) -> None:
     assert stats.computed_tokens == 4 * (prompt + 6) - 3 * shared
 
 
+def test_tokens_in_shared_blocks_are_counted_once() -> None:
+    rig = Rig(ChunkedPrefillScheduler, prefix_caching=True)
+    rig.add("x", 21, n=4, max_tokens=7)
+    rig.finish()
+    # The first sample is one token ahead of the others when it ends.
+    assert max(report.kv_tokens for report in rig.reports) == 20 + 7 + 3 * 6
+    for report in rig.reports:
+        assert report.kv_tokens <= report.num_used_blocks * 4
+
+
 def test_the_bound_of_blocks_suffices() -> None:
     blocks = most_blocks(20, 7, 4, 4)
     rig = Rig(ChunkedPrefillScheduler, blocks=blocks)
