@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from batchkit import (
     ConformanceError,
     ContiguousAllocator,
     KVGeometry,
+    Logprob,
     PagedAllocator,
     RowResult,
     SamplerOutput,
@@ -559,7 +561,40 @@ class WritesIntoOutput(SimulatedRunner):
         return got
 
 
+class ScoresNothingInChunks(SimulatedRunner):
+    """Gives a prompt's scores only where it samples."""
+
+    def execute(self, out):
+        rows = super().execute(out).rows
+        return SamplerOutput(tuple(r if r.token_ids else replace(r, prompt_logprobs={}) for r in rows))
+
+
+class ScoresOneOff(SimulatedRunner):
+    def execute(self, out):
+        def moved(scores):
+            return scores and {position - 1: entry for position, entry in scores.items()}
+
+        rows = super().execute(out).rows
+        return SamplerOutput(tuple(replace(r, prompt_logprobs=moved(r.prompt_logprobs)) for r in rows))
+
+
+class ScoresAnother(SimulatedRunner):
+    def execute(self, out):
+        rows = super().execute(out).rows
+        return SamplerOutput(tuple(replace(r, logprobs=r.logprobs and ({0: Logprob(0.0, 1)},)) for r in rows))
+
+
+class ScoresUnasked(SimulatedRunner):
+    def execute(self, out):
+        rows = super().execute(out).rows
+        return SamplerOutput(tuple(replace(r, logprobs=tuple({t: Logprob(0.0, 1)} for t in r.token_ids)) for r in rows))
+
+
 BROKEN_RUNNERS = {
+    ScoresNothingInChunks: "a row over positions",
+    ScoresOneOff: "a row over positions",
+    ScoresAnother: "log-probabilities are one entry for each token",
+    ScoresUnasked: "log-probabilities are one entry for each token",
     WrongOrder: "results come in the order of the rows|a row gives one token if it samples",
     RemembersSteps: "the same rows executed twice give the same result",
     SamplesByBatch: "a request gets the tokens that it gets alone",

@@ -95,7 +95,8 @@ class _Trial:
         self.requests = []
         for index in range(count):
             prompt = tuple(rng.randrange(geometry.vocab_size) for _ in range(rng.randint(1, max(1, longest // 2))))
-            params = SamplingParams(temperature=index % 2, seed=index)
+            scores = {"logprobs": 1, "prompt_logprobs": 0} if index > 1 else {}
+            params = SamplingParams(temperature=index % 2, seed=index, **scores)
             request = Request(
                 id=f"request-{index}",
                 prompt_token_ids=prompt,
@@ -225,4 +226,32 @@ class _Trial:
                 )
             if any(not 0 <= token < self.geometry.vocab_size for token in result.token_ids):
                 raise self.broken("tokens are in the vocabulary", f"{row.request.id}: {result.token_ids}")
+            self._check_scores(row, result)
         return results
+
+    def _check_scores(self, row: ScheduledSequence, result: RowResult) -> None:
+        """A runner may know no log-probabilities; those that it gives are the ones asked for."""
+        if result.logprobs is not None and (
+            row.request.params.logprobs is None
+            or len(result.logprobs) != len(result.token_ids)
+            or any(token not in entry for token, entry in zip(result.token_ids, result.logprobs, strict=True))
+        ):
+            raise self.broken(
+                "log-probabilities are one entry for each token, with that token in it, where they are asked for",
+                f"{row.request.id}: tokens {result.token_ids}, logprobs {result.logprobs}",
+            )
+        if result.prompt_logprobs is None:
+            return
+        prompt = row.request.prompt_token_ids
+        wanted = range(row.start + 1, min(row.start + row.num_tokens + 1, len(prompt)))
+        given = result.prompt_logprobs
+        if (
+            row.request.params.prompt_logprobs is None
+            or sorted(given) != list(wanted)
+            or any(prompt[position] not in given[position] for position in wanted)
+        ):
+            raise self.broken(
+                "a row over positions [s, e) gives the log-probabilities of the prompt's tokens s+1 .. min(e, P-1), "
+                "where they are asked for",
+                f"{row.request.id}: s={row.start}, e={row.start + row.num_tokens}, P={len(prompt)}, given {given}",
+            )
