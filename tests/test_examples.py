@@ -6,9 +6,14 @@ import ast
 import io
 import json
 import runpy
+import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
+import openai
+import prometheus_client
 import pytest
 
 import batchkit
@@ -36,6 +41,8 @@ def test_every_example_is_run_here():
         "embed_in_service.py",
         "fair_tenants.py",
         "offline_batch.py",
+        "openai_server.py",
+        "prometheus_metrics.py",
         "stream.py",
     }
     assert {path.name for path in EXAMPLES.glob("*.py")} == tested
@@ -156,8 +163,56 @@ def test_embed_in_service(run, smollm2):
     assert "'2 plus 2 is' -> ' 4" in shown
     assert "refused: a prompt of 100001 tokens" in shown
     assert "the model by itself: ' Paris'" in shown
+    assert "\n Rome.\n" in shown  # read as it was made, and left early
     metrics = dict(line.rsplit(" ", 1) for line in shown.splitlines() if line.startswith("batchkit_"))
     assert metrics["batchkit_requests_running"] == "0"
     reasons = ("length", "stop")
     assert sum(int(metrics.get(f'batchkit_requests_total{{reason="{reason}"}}', 0)) for reason in reasons) == 4
+    assert metrics['batchkit_requests_total{reason="abort"}'] == "1"
     assert float(metrics["batchkit_generated_tokens_total"]) > 4 and float(metrics["batchkit_steps_total"]) > 1
+
+
+def test_prometheus_metrics_are_those_of_the_engine():
+    registry = prometheus_client.CollectorRegistry()
+    step_metrics = runpy.run_path(str(EXAMPLES / "prometheus_metrics.py"))["step_metrics"]
+    geometry = batchkit.KVGeometry(num_blocks=6, block_size=4, max_model_len=64, vocab_size=50)
+    scheduler = batchkit.PagedScheduler(batchkit.PagedAllocator(6, 4), max_num_seqs=4)
+    with batchkit.Engine(batchkit.SimulatedRunner(geometry), scheduler, on_step=step_metrics(registry)) as engine:
+        engine.generate([[i, i] for i in range(6)], batchkit.SamplingParams(max_tokens=9))
+        stats = engine.stats()
+    shown = prometheus_client.generate_latest(registry).decode()
+    values = dict(line.rsplit(" ", 1) for line in shown.splitlines() if not line.startswith("#"))
+    read = {name.removeprefix("batchkit_"): float(value) for name, value in values.items()}
+    assert read['tokens_total{kind="computed"}'] == stats.computed_tokens
+    assert read['tokens_total{kind="generated"}'] == stats.generated_tokens == 54
+    assert read['events_total{kind="preempted"}'] == stats.num_preemptions > 0
+    assert read['events_total{kind="finished"}'] == 6 and read['events_total{kind="failed step"}'] == 0
+    assert read['step_seconds_count{part="execute"}'] == stats.num_steps
+    assert read['now{what="running"}'] == read['now{what="waiting"}'] == 0
+
+
+@pytest.mark.slow
+def test_prometheus_metrics(run, smollm2):
+    shown = run("prometheus_metrics.py", smollm2, "--port", "0", "--dtype", "float32")
+    assert 'batchkit_events_total{kind="finished"} 8.0' in shown
+
+
+@pytest.mark.slow
+def test_openai_server(smollm2):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, str(EXAMPLES / "openai_server.py"), smollm2, "--served-name", "smol"]
+    command += ["--port", str(port), "--dtype", "float32", "--kv-memory", "64MiB"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            for line in server.stderr:  # until it can be asked
+                if "running on" in line:
+                    break
+            with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
+                asked = {"model": "smol", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+                chunks = client.chat.completions.create(**asked, temperature=0, max_tokens=10, stream=True)
+                assert "Paris" in "".join(chunk.choices[0].delta.content for chunk in chunks)
+            server.send_signal(signal.SIGINT)
+            assert "Traceback" not in server.stderr.read()
+        finally:
+            server.kill()
