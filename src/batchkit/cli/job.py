@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import sys
 import threading
@@ -17,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..engine import Engine
@@ -52,6 +52,8 @@ def generate(args: argparse.Namespace, make_engine: Callable[[argparse.Namespace
         defaults=args.defaults,
     )
     name = args.model
+    if args.resume and os.path.exists(args.input) and not os.path.isfile(args.input):
+        raise NotDone(f"--resume reads the input twice, and {args.input} is no file")
     with ExitStack() as stack:
         lines = open_input(args.input, stack, limit=args.limit)
         if args.output is not None:
@@ -109,12 +111,8 @@ def generate(args: argparse.Namespace, make_engine: Callable[[argparse.Namespace
 
 def _plan(args: argparse.Namespace, make_reader: Callable[[], RowReader]) -> Plan | None:
     """What an earlier run has left to do; None: there was none."""
-    target = Path(args.output)
-    if not target.exists() or not target.stat().st_size:
+    if not os.path.exists(args.output) or not os.path.getsize(args.output):
         return None
-    for what, path in (("input", args.input), ("output", args.output)):
-        if not Path(path).is_file():
-            raise NotDone(f"--resume reads the {what} before it goes on, and {path} is no file")
     earlier = Earlier.read(args.output, retry_errors=args.retry_errors)
     with ExitStack() as stack:
         rows = Rows(open_input(args.input, stack, limit=args.limit), make_reader(), shard=args.shard, done=earlier.done)
@@ -142,7 +140,7 @@ class Job:
         writer: takes it.
         window: the most rows in the engine. Default: 1024, or four for each seat.
         on_too_long: what becomes of a prompt that is too long.
-        max_first_failures: if so many rows have failed and none has not, the rest is not tried; 0: it is.
+        max_first_failures: if the first so many rows have all failed, the rest is not tried; 0: it is.
         progress: shows how far it is.
 
     Attributes:
@@ -169,7 +167,7 @@ class Job:
         self.max_first_failures = max_first_failures
         self.progress = progress
         self.window = max(1024, 4 * engine.stats().max_num_seqs) if window is None else window
-        self.num_cut = 0
+        self.num_cut = self._num_first_failures = 0
         self.is_cut_short = False
         self.faults = RowFaults()
         self.reasons: Counter[str] = Counter()
@@ -287,10 +285,11 @@ class Job:
         self.writer.put(position, record)
         self.reasons["error"] += 1
         self.faults.add(fault)
-        if self.num_done == self.faults.num == self.max_first_failures:
+        self._num_first_failures += position < self.max_first_failures
+        if position < self.max_first_failures == self._num_first_failures:
             raise NotDone(
-                f"the first {self.faults.num} rows have all failed, the last with: {one_line(ValueError(fault))}; "
-                "--max-first-failures 0 goes on nevertheless"
+                f"the first {self.max_first_failures} rows have all failed, this one with: "
+                f"{one_line(ValueError(fault))}; --max-first-failures 0 goes on nevertheless"
             )
 
     def _show(self) -> None:

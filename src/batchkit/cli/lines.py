@@ -25,7 +25,8 @@ _AHEAD = 1024
 class Lines:
     """The lines of a stream that are not empty, with their numbers, counted from 1.
 
-    A pipe is read by a thread, so that the engine need not stand still while the next line is on its way.
+    A pipe is read by a thread, so that the engine need not stand still while the next line is on its way; the thread
+    also closes it.
 
     Args:
         stream: to read.
@@ -70,6 +71,7 @@ class Lines:
                 ahead.put(line)
         except _FAULTS as error:
             ahead.put(error)
+        self._stream.close()
         ahead.put(b"")
 
     def is_empty(self) -> bool:
@@ -132,18 +134,20 @@ def open_input(path: str, stack: ExitStack, *, limit: int | None = None) -> Line
     """
     if path == "-":
         return Lines(_stdin(), name="stdin", may_wait=True, limit=limit)
+    is_packed = path.endswith(".gz")
     try:
         status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            # Its thread closes it: here that would wait for the next line.
+            pipe = gzip.open(path) if is_packed else open(path, "rb")  # noqa: SIM115
+            return Lines(cast(BinaryIO, pipe), name=path, may_wait=True, limit=limit)
         raw = stack.enter_context(open(path, "rb"))  # noqa: SIM115 - the stack closes it
     except OSError as error:
         raise NotDone(f"cannot read {path}: {error.strerror or error}") from None
-    is_file = stat.S_ISREG(status.st_mode)
-    size = status.st_size if is_file else None
-    if path.endswith(".gz"):
+    if is_packed:
         unpacked = cast(BinaryIO, stack.enter_context(gzip.GzipFile(fileobj=raw)))
-        position = raw.tell if is_file else None
-        return Lines(unpacked, name=path, may_wait=not is_file, size=size, position=position, limit=limit)
-    return Lines(raw, name=path, may_wait=not is_file, size=size, limit=limit)
+        return Lines(unpacked, name=path, size=status.st_size, position=raw.tell, limit=limit)
+    return Lines(raw, name=path, size=status.st_size, limit=limit)
 
 
 def _stdin() -> BinaryIO:

@@ -27,6 +27,8 @@ __all__ = ["Earlier", "Plan", "plan"]
 
 _CHUNK = 1 << 20
 _SHOWN = 3
+_BEGINNING = b'{"id": '
+"""Of every record, so that the torn end of one can be told from other people's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class Earlier:
             is_whole = line.endswith(b"\n")
             earlier.is_torn |= not is_whole
             found = _key_and_error(line)
-            if found is None and is_whole:
+            if found is None and (is_whole or not line.startswith(_BEGINNING[: len(line)])):
                 raise NotDone(f"cannot resume {path}: line {number} is no record of this command with a key")
             if found is None:
                 earlier.unwanted.add(number)
