@@ -41,7 +41,7 @@ class PrefixIndex:
     from its last block to its first, so that of one chain the last goes first. An entry that leaves takes all entries
     below it along, for nothing could find them any more: every entry's parent is in the index, be it cached or held.
 
-    What `publish` and `match` cost is the blocks that are new to them.
+    `match` costs the blocks that it finds, `publish` those that are new to it.
 
     Args:
         block_size: tokens per block.
