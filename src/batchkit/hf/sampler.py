@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from ..types import RowResult
@@ -27,8 +28,6 @@ _ONE = 1 << 42
 """The weight of the most probable token. Weights are integers: a sum of integers is the same in any order, so that
 neither the batch's shape nor the device's way of summing can move a boundary. 2**21 tokens of this weight fit in int64;
 a token 4e12 times less probable than the best one has weight 0 and is never drawn."""
-_CANDIDATES = 1024
-"""How many of the best tokens usually decide top_p."""
 _CHUNK = 1 << 24
 """The most logits drawn from at once, which bounds the temporary memory at about half a GiB."""
 _CHUNK_CPU = 1 << 20
@@ -215,20 +214,17 @@ def _nucleus(logits: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor
         temperature: [rows, 1].
         needed: [rows, 1].
     """
+    ordered = _sorted(logits)
+    sums = _exp(ordered, best, temperature).cumsum_(dim=-1)
+    kept = (sums[:, -1:] - sums < needed).sum(dim=-1, keepdim=True)  # those whose betters have less than is needed
+    return ordered.gather(1, logits.shape[-1] - kept)
 
-    def cut(ordered: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = _exp(ordered, best, temperature)
-        sums = weights.cumsum(dim=-1)
-        kept = (sums - weights < needed).sum(dim=-1, keepdim=True)
-        return ordered.gather(1, kept - 1), sums[:, -1:] >= needed
 
-    # On the CPU a sort of the whole vocabulary costs several times more than finding its best tokens, and asking
-    # whether they suffice costs nothing; elsewhere asking would be one more wait. The answer is the same either way.
-    if logits.device.type == "cpu" and logits.shape[-1] > 2 * _CANDIDATES:
-        value, reached = cut(logits.topk(_CANDIDATES, dim=-1).values)
-        if bool(reached.all()):
-            return value
-    return cut(logits.sort(dim=-1, descending=True).values)[0]
+def _sorted(logits: torch.Tensor) -> torch.Tensor:
+    """Each row in ascending order. On the CPU numpy does it in a thirtieth of the time, since it moves no indices."""
+    if logits.device.type == "cpu":
+        return torch.from_numpy(np.sort(logits.numpy(), axis=-1))
+    return logits.sort(dim=-1).values
 
 
 def _take(tensor: torch.Tensor, rows: list[int]) -> torch.Tensor:
