@@ -211,10 +211,11 @@ class EngineThread:
             raise ValueError("the engine has live requests, whose outputs nobody would get")
         self._engine = engine
         self._max_waiting = max_waiting
-        # Functions for the engine's thread to call. Its `put` may be called wherever a garbage collection strikes.
+        # Functions for the engine's thread to call. Its `put` takes no lock that a garbage collection could interrupt.
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._requests: dict[str, PendingRequest] = {}  # of the engine, until their last output; its thread's alone
-        self._lock = threading.Lock()  # of what follows
+        # Of what follows. Its holder may take it again: a signal handler, or a finalizer, may close this.
+        self._lock = threading.RLock()
         self._stage = _Stage.OPEN
         self._failure: BaseException | None = None
         self._entrants: deque[PendingRequest] = deque()  # they wait for room
@@ -223,8 +224,8 @@ class EngineThread:
         self._process = os.getpid()
         # A daemon, since the interpreter waits for all others before it calls what is registered for its exit.
         self._thread = threading.Thread(target=self._run, name="batchkit", daemon=True)
-        atexit.register(self._close_at_exit)
         self._thread.start()
+        atexit.register(self._close_at_exit)
 
     # ------------------------------------------------------------------------------- for any thread
 
@@ -297,7 +298,7 @@ class EngineThread:
             on_output=on_output,
             timeout_s=timeout_s,
             submitted=self._engine.clock(),
-            on_cancel=self._on_cancel,
+            on_cancel=self._post_abandon,
         )
         with self._lock_if_open():
             if not self._has_room():
@@ -445,17 +446,6 @@ class EngineThread:
         self._num_entering += 1
         self._mailbox.put(partial(self._add, request))
 
-    def _on_cancel(self, request: PendingRequest) -> None:
-        with self._lock:
-            stood_in_queue = request in self._entrants
-            if stood_in_queue:
-                self._entrants.remove(request)
-        if stood_in_queue:
-            request.accepted.cancel()
-            _settle(request, None)
-        else:
-            self._post_abandon(request)
-
     def _post_abandon(self, request: PendingRequest) -> None:
         self._mailbox.put(partial(self._abandon, request))
 
@@ -575,6 +565,15 @@ class EngineThread:
     def _abandon(self, request: PendingRequest) -> None:
         if not request.cancelled():
             request.cancel()  # which comes back here, unless it has its result
+            return
+        with self._lock:
+            stood_in_queue = request in self._entrants
+            if stood_in_queue:
+                self._entrants.remove(request)
+        if stood_in_queue:
+            request.accepted.cancel()
+            _settle(request.accepted, None)
+            _settle(request, None)
         elif request.request_id is not None and self._requests.get(request.request_id) is request:
             self._abort(request, request.request_id)
 
@@ -625,7 +624,7 @@ class EngineThread:
 
 
 def _settle(future: Future[Any], result: object) -> None:
-    """Give a future what it waits for, or the exception, unless it is cancelled. Once for each future."""
+    """Give a future what it waits for, or the exception, or tell who waits that it is cancelled. Once for each."""
     try:
         if not future.set_running_or_notify_cancel():
             return
