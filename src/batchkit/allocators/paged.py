@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import ClassVar
 
 from typing_extensions import override
@@ -95,12 +96,13 @@ class PagedAllocator(BlockAllocator):
             self._check_hit(hit, table, computed)
         elif not self._shared:
             return need <= self.num_free_blocks + sum(map(len, tables))
-        let_go = Counter([block for other in tables for block in other])
-        back = {block for block, times in let_go.items() if times > self._shared.get(block, 0)}
-        pinned = [block for block in hit if self._is_cached(block) or block in back]
+        let_go = Counter(chain.from_iterable(tables))
+        shared = self._shared
+        kept = {block for block in let_go.keys() & shared.keys() if let_go[block] <= shared[block]}
+        pinned = [block for block in hit if self._is_cached(block) or (block in let_go and block not in kept)]
         if not all(self._is_indexed(block) for block in pinned):
             return False  # with the last that holds it, such a block is lost
-        return need + len(pinned) <= self.num_free_blocks + len(back)
+        return need + len(pinned) <= self.num_free_blocks + len(let_go) - len(kept)
 
     @override
     def grow(
