@@ -124,6 +124,7 @@ def test_adjusted_logits_equal_the_slow_twin(seed: int, dtype: torch.dtype) -> N
 
 
 def test_presence_and_frequency_look_at_the_output_and_repetition_at_the_prompt_too() -> None:
+    """METAL-69, TRTLLM-5623, VLLM-1577: the scope of each penalty."""
     # Token 5 stands in the prompt three times, and nothing has been generated.
     logits = torch.zeros(1, VOCAB)
     logits[0, 5], logits[0, 6] = 3.0, -3.0
@@ -172,6 +173,7 @@ def test_bad_words_are_not_completed() -> None:
 
 @pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p)), replace])
 def test_min_tokens_masks_every_stop_token_also_in_a_copy_of_the_params(again: Callable[..., SamplingParams]) -> None:
+    """VLLM-5849, VLLM-15407: a second EOS token ended it, or the mask was lost with a copy."""
     logits = torch.zeros(1, VOCAB)
     logits[0, [2, 7]] = 50.0
     logits[0, 4] = 25.0
@@ -185,6 +187,7 @@ def test_min_tokens_masks_every_stop_token_also_in_a_copy_of_the_params(again: C
 
 @pytest.mark.parametrize("minimum", range(6))
 def test_min_tokens_is_exactly_the_number_of_tokens_before_the_stop_token(minimum: int) -> None:
+    """VLLM-46243, VLLM-21987: off by one."""
     logits = torch.zeros(1, VOCAB)
     logits[0, 2] = 50.0
     output: list[int] = []
@@ -331,6 +334,7 @@ def test_a_row_with_any_parameters_alone_equals_the_row_in_any_batch(dtype: torc
 
 
 def test_settings_stay_with_their_request_when_rows_come_and_go() -> None:
+    """MLXLM-1225, OMLX-1824: a request ran with a neighbour's processor, or without its own."""
     # A without settings ends; then B with a hook joins C, which is greedy, and D with a penalty.
     called: list[tuple[int, ...]] = []
 

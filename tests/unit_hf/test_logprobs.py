@@ -203,6 +203,7 @@ def check_prompt(
 def test_scores_of_a_prompt_equal_one_plain_pass(
     model: torch.nn.Module, chunk: int, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """VLLM-29216, VLLM-5846: entry i is that of token i, each once, whatever the chunks and neighbours."""
     if limit is not None:
         monkeypatch.setattr(runner_module, "_MAX_SCORED", limit * 97)
     runner = TransformersRunner(model, num_kv_blocks=32, block_size=BLOCK)
@@ -256,8 +257,15 @@ def test_a_long_chunk_has_no_logits_of_its_own_length(monkeypatch: pytest.Monkey
     runner = TransformersRunner(model, num_kv_blocks=32, block_size=BLOCK)
     monkeypatch.setattr(runner_module, "_MAX_SCORED", 5 * 97)
     sizes: list[int] = []
-    forward = runner._forward
+    forward, compute = runner._forward, runner._compute
     monkeypatch.setattr(runner, "_forward", lambda b, t: sizes.append(len(t)) or forward(b, t))
+
+    def computed(rows: object) -> object:
+        logits, scores = compute(rows)
+        assert logits.untyped_storage().nbytes() <= 97 * 4  # nothing keeps those of the other positions
+        return logits, scores
+
+    monkeypatch.setattr(runner, "_compute", computed)
     prompt = [(7 * i) % 97 for i in range(31)]
     execute(runner, piece(scoring(0, prompt), 0, 31))
     assert sizes == [5, 5, 5, 5, 5, 6]  # of which the last one is sampled from

@@ -127,6 +127,7 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
 def test_each_request_gives_what_it_gives_alone(
     model: torch.nn.Module, alone: dict[str, RequestOutput], circumstances: str
 ) -> None:
+    """VLLM-5349: after a preemption outputs still count as outputs, for penalties and processors too."""
     with new_engine(model, **CIRCUMSTANCES[circumstances]) as engine:
         for names in (list(REQUESTS), list(REQUESTS)[::-1]):
             for name, output in run(engine, names).items():
@@ -149,6 +150,7 @@ def test_caches_dropped_in_every_step_change_nothing(model: torch.nn.Module, alo
 
 
 def test_a_sample_does_not_depend_on_their_number(model: torch.nn.Module, alone: dict[str, RequestOutput]) -> None:
+    """VLLM-11898: sample i is the same whatever n is."""
     for name in ("four", "four json"):
         with new_engine(model) as engine:
             for n in (1, 2):
@@ -157,6 +159,7 @@ def test_a_sample_does_not_depend_on_their_number(model: torch.nn.Module, alone:
 
 
 def test_the_same_request_gives_the_same_each_time(model: torch.nn.Module, alone: dict[str, RequestOutput]) -> None:
+    """CASCADIA-20: the second call with a seed differed from the first."""
     with new_engine(model) as engine:
         for _ in range(3):
             same(run(engine, ["plain"])["plain"], alone["plain"])

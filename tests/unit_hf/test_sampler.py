@@ -57,6 +57,7 @@ MIXED = [
 @pytest.mark.parametrize("vocab", [50, VOCAB, 5000])
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_kept_set_equals_the_warpers_of_transformers(vocab: int, scale: float) -> None:
+    """SGLJAX-1563: the order of the filters, and what each sees of the ones before."""
     # Without ties: tokens with equal logits are kept or dropped together here, and cut anywhere there.
     logits = random_logits(len(MIXED), vocab, seed=1, scale=scale)
     assert all(len(r.unique()) == vocab for r in logits) or vocab == 5000
@@ -94,6 +95,7 @@ def test_either_way_of_sorting_gives_the_same(monkeypatch: pytest.MonkeyPatch) -
     ids=str,
 )
 def test_best_token_survives_the_strictest_filter(params: SamplingParams, dtype: torch.dtype) -> None:
+    """HF-19839, MLXLM-1912: a tiny top_p leaves the best token, in any precision."""
     logits = random_logits(20, 4096).to(dtype)
     logits[torch.arange(20), torch.arange(20)] = 30.0  # one best token, whatever the precision
     assert sample(logits, [row(params, num_output=i) for i in range(20)]) == list(range(20))
@@ -108,6 +110,7 @@ def test_filters_that_are_off_keep_every_token(params: SamplingParams, dtype: to
 
 
 def test_min_p_is_relative_to_the_most_probable_token() -> None:
+    """MAMBA-927: min_p measures by the best token, not by the first of the vocabulary."""
     assert kept(torch.tensor([[0.5, 0.3, 0.2]]).log(), [SamplingParams(min_p=0.5)]).tolist() == [[True, True, False]]
     # The best token is not the first of the vocabulary, and differs between the rows.
     logits = torch.full((3, 8), 0.01)
@@ -155,6 +158,7 @@ def test_each_row_has_its_own_filters() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("temperature", [0.0, 5e-324, 1e-40, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3])
 def test_tiny_temperatures_equal_greedy(temperature: float, dtype: torch.dtype) -> None:
+    """VLLM-3063, VLLM-2937: a tiny temperature does not overflow in half precision."""
     logits = (random_logits(16, 4096).clamp(-12, 10)).to(dtype)
     logits[torch.arange(16), torch.arange(16)] = 12.0
     params = SamplingParams(temperature=temperature)
@@ -198,6 +202,7 @@ def test_one_nan_among_logits_gives_some_token() -> None:
 
 
 def test_drawn_tokens_are_kept_ones_in_the_right_proportions() -> None:
+    """METAL-622: no token that the filters exclude is ever drawn."""
     # 20,000 draws of one setting, in batches with others in between.
     logits = random_logits(1, 100, scale=1.5, seed=5)[0]
     params = SamplingParams(top_p=0.8, top_k=20)
@@ -305,6 +310,7 @@ def test_the_same_row_gives_the_same_token_again() -> None:
 
 
 def test_randomness_stays_with_the_request_when_the_batch_shrinks() -> None:
+    """TTVLLM-356: randomness belongs to the request, not to its place in the batch."""
     # Requests of different lengths, each with its seed; the batch is compacted as they end.
     lengths = [2, 9, 5, 12]
     logits = [random_logits(12, VOCAB, seed=i) for i in range(4)]
@@ -336,6 +342,7 @@ def test_seeds_samples_and_positions_differ() -> None:
 
 
 def test_sample_of_one_index_does_not_depend_on_their_number() -> None:
+    """VLLM-11898: samples of one seed differ, and none depends on how many there are."""
     logits = random_logits(1, VOCAB).expand(8, -1)
     eight = sample(logits, [row(sample_index=i) for i in range(8)])
     assert sample(logits[:4], [row(sample_index=i) for i in range(4)]) == eight[:4]

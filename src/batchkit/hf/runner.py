@@ -176,7 +176,10 @@ class TransformersRunner(ModelRunner):
         keep = np.concatenate([*scored, batch.sampled])
         logits = self._forward(batch, keep if len(keep) else batch.query_starts[-1:] - 1)[: len(keep)]
         num_scored = len(keep) - len(batch.sampled)
-        return logits[num_scored:], score(logits[:num_scored], rows)
+        if not num_scored:
+            return logits, [RowResult()] * len(rows)
+        # A copy, since a view would keep the logits of all scored positions until every pass is done.
+        return logits[num_scored:].clone(), score(logits[:num_scored], rows)
 
     def _forward(self, batch: Batch, tokens: IntArray) -> torch.Tensor:
         """Logits of some tokens of the batch, [number of them, V]."""

@@ -67,8 +67,6 @@ def score(logits: torch.Tensor, rows: Sequence[ScheduledSequence]) -> list[RowRe
         logits are not finite.
     """
     wanted = [(row, position) for row in rows for position in scored_positions(row)]
-    if not wanted:
-        return [RowResult()] * len(rows)
     finite = iter(logits.amax(-1).isfinite().tolist())
     found = iter(
         token_logprobs(
