@@ -146,9 +146,9 @@ class TakesBlocks(Sound):
 
 class ChangesProgress(Sound):
     def schedule(self, step):
-        super().schedule(step)
         for seq in self.running:
-            seq.num_computed += 1
+            seq.num_computed -= 1
+        super().schedule(step)
 
 
 class ChangesOutput(Sound):

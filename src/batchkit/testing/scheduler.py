@@ -40,9 +40,10 @@ def check_scheduler(
     """Run a policy over random workloads and raise at the first rule that it breaks.
 
     Prompts, outputs, arrivals, block sizes, pools, seats and budgets are random; pools are tight, some requests are
-    aborted, some steps of the runner fail, and preempted sequences are recomputed or swapped. Requests have priorities,
-    tenants, deadlines that can be kept or not, and length hints that are right, wrong, or missing. The policy must
-    serve every request to its end, in a bounded number of steps, by the verbs of its `Step` alone.
+    aborted, some steps of the runner fail, and preempted sequences are recomputed or swapped. Requests have several
+    samples or generate nothing, priorities, tenants, deadlines that can be kept or not, and length hints that are
+    right, wrong, or missing; some prefixes are cached. The policy must serve every request to its end, in a bounded
+    number of steps, by the verbs of its `Step` alone.
 
     Args:
         make: the policy's class, or a function ``(allocator, **options) -> Scheduler`` that passes the options of
@@ -76,7 +77,7 @@ def check_scheduler(
 @dataclass(frozen=True, slots=True)
 class _Job:
     prompt: tuple[int, ...]
-    max_tokens: int
+    params: SamplingParams
     arrival: float  # in steps
     due: float | None  # in steps after the arrival
     hint: int | None
@@ -126,14 +127,15 @@ class _Trial:
         self.planned: Step | None = None
         size = rng.choice([1, 2, 4, 8])
         longest = 16 if steady else _MODEL_LEN // 2
-        self.jobs = [self._job(longest) for _ in range(rng.randint(1, 16))]
+        self.jobs = [self._job(longest, steady) for _ in range(rng.randint(1, 16))]
         need = -(-(2 * longest) // size)
         blocks = need * 4 if steady else need + rng.choice([0, 0, 1, 2, need, 2 * need])
         host = rng.choice([1, 2, blocks]) if pool == "paged with swap" else 0
         seats = min(blocks, 8 if steady else rng.choice([1, 2, 4, 8]))
         budget = seats + rng.choice([0, 1, 4, 8, 64])
-        allocator: BlockAllocator
-        allocator = ContiguousAllocator(blocks, size) if pool == "contiguous" else PagedAllocator(blocks, size)
+        allocator: BlockAllocator = ContiguousAllocator(blocks, size)
+        if pool != "contiguous":
+            allocator = PagedAllocator(blocks, size, prefix_caching=rng.random() < 0.3)
         options: dict[str, Any] = {
             "max_model_len": _MODEL_LEN,
             "max_num_seqs": seats,
@@ -158,13 +160,18 @@ class _Trial:
         self.seats, self.budget = seats, budget
         self._audit_schedule()
 
-    def _job(self, longest: int) -> _Job:
+    def _job(self, longest: int, steady: bool) -> _Job:
         rng = self.rng
-        prompt = tuple(rng.randrange(_VOCAB) for _ in range(rng.randint(1, longest)))
+        start, length = rng.choice([0, rng.randrange(_VOCAB)]), rng.randint(1, longest)
+        prompt = tuple((start + i * (1 + start % 7)) % _VOCAB for i in range(length))  # some begin in the same way
         max_tokens = rng.randint(1, longest)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0)
+        if not steady:
+            n, most = rng.choice([(1, max_tokens)] * 3 + [(2, max_tokens), (4, max_tokens), (1, 0)])
+            params = SamplingParams(n=n, max_tokens=most, temperature=0)
         return _Job(
             prompt,
-            max_tokens,
+            params,
             arrival=rng.random() * 50,
             due=rng.choice([None, -10.0, 2.0 * max_tokens, 100.0]),
             hint=rng.choice([None, max_tokens, max_tokens, 1, rng.randint(1, longest), 3 * longest, 0]),
@@ -176,7 +183,7 @@ class _Trial:
         arrival = self.clock() if name is None else job.arrival * self.step_s
         self.engine.add_request(
             job.prompt,
-            SamplingParams(max_tokens=job.max_tokens, temperature=0),
+            job.params,
             request_id=name,
             arrival=arrival,
             deadline=None if job.due is None else arrival + job.due * self.step_s,
@@ -230,9 +237,9 @@ class _Trial:
         todo = sorted(range(len(self.jobs)), key=lambda i: self.jobs[i].arrival)
         finals: dict[str, RequestOutput] = {}
         aborted: set[str] = set()
-        streamed: dict[str, list[int]] = {}
+        streamed: dict[tuple[str, int], list[int]] = {}
         # Served one by one, with a step for each token and each piece of a prompt, twice for failures, and then some.
-        alone = sum(len(job.prompt) + job.max_tokens for job in self.jobs)
+        alone = sum(job.params.n * (len(job.prompt) + (job.params.max_tokens or 0)) for job in self.jobs)
         bound = 200 + 20 * alone
         while todo or engine.has_unfinished():
             while todo and self.jobs[todo[0]].arrival * self.step_s <= self.clock():
@@ -244,7 +251,8 @@ class _Trial:
                 self.clock.sleep_until(arrival)
                 continue
             for output in self._step():
-                streamed.setdefault(output.request_id, []).extend(output.new_token_ids)
+                for sample in output.outputs:
+                    streamed.setdefault((output.request_id, sample.index), []).extend(sample.new_token_ids)
                 if output.finished:
                     if output.request_id in finals:
                         raise self.broken(
@@ -266,21 +274,23 @@ class _Trial:
                 )
         self._ended(finals, aborted, streamed)
 
-    def _ended(self, finals: dict[str, RequestOutput], aborted: set[str], streamed: dict[str, list[int]]) -> None:
+    def _ended(
+        self, finals: dict[str, RequestOutput], aborted: set[str], streamed: dict[tuple[str, int], list[int]]
+    ) -> None:
         for index, job in enumerate(self.jobs):
             final = finals.get(str(index))
             if final is None:
                 raise self.broken("every request gets a final output", f"Request {index} has none")
-            if tuple(streamed[str(index)]) != final.token_ids:
+            tokens = [sample.token_ids for sample in final.outputs]
+            if [tuple(streamed[str(index), sample.index]) for sample in final.outputs] != tokens:
                 raise self.broken("what is delivered adds up to the final output", f"That of request {index} does not")
             if str(index) in aborted:
                 continue
             want = self._alone(job)
-            if final.token_ids != want:
+            if tokens != want:
                 raise self.broken(
                     "a request gets the tokens that it gets alone",
-                    f"Request {index} ended by {final.finish_reason} ({final.error}) with {final.token_ids} "
-                    f"in place of {want}",
+                    f"Request {index} ended by {final.finish_reason} ({final.error}) with {tokens} in place of {want}",
                 )
         allocator, host = self.scheduler.allocator, getattr(self.scheduler.preemption, "host", None)
         for pool in (allocator, host):
@@ -291,10 +301,10 @@ class _Trial:
                 )
         self.engine.close()
 
-    def _alone(self, job: _Job) -> tuple[int, ...]:
+    def _alone(self, job: _Job) -> list[tuple[int, ...]]:
         geometry = KVGeometry(num_blocks=_MODEL_LEN, block_size=1, max_model_len=_MODEL_LEN, vocab_size=_VOCAB)
         engine = Engine(SimulatedRunner(geometry), OrcaScheduler(PagedAllocator(_MODEL_LEN, 1)))
-        return engine.generate([job.prompt], SamplingParams(max_tokens=job.max_tokens, temperature=0))[0].token_ids
+        return [sample.token_ids for sample in engine.generate([job.prompt], job.params)[0].outputs]
 
     # ------------------------------------------------------------------------------- a steady load
 
@@ -305,7 +315,7 @@ class _Trial:
         live = 0
         for _ in range(4 * max_wait_steps + 50):
             while live < 2 * self.seats:
-                self._add(self._job(16))
+                self._add(self._job(16, steady=True))
                 live += 1
             self.runner.last = None
             live -= sum(output.finished for output in self._step())
