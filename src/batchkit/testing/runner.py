@@ -95,8 +95,13 @@ class _Trial:
         self.requests = []
         for index in range(count):
             prompt = tuple(rng.randrange(geometry.vocab_size) for _ in range(rng.randint(1, max(1, longest // 2))))
-            scores = {"logprobs": 1, "prompt_logprobs": 0} if index > 1 else {}
-            params = SamplingParams(temperature=index % 2, seed=index, **scores)
+            scored = index > 1
+            params = SamplingParams(
+                temperature=index % 2,
+                seed=index,
+                logprobs=1 if scored else None,
+                prompt_logprobs=0 if scored else None,
+            )
             request = Request(
                 id=f"request-{index}",
                 prompt_token_ids=prompt,
