@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakValueDictionary
 
 from typing_extensions import Unpack
 
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["AsyncEngine"]
 
 T = TypeVar("T")
+
+News = RequestOutput | Future[RequestOutput]
+"""Of a stream: an output, or at its end the future of the request."""
 
 
 class AsyncEngine:
@@ -42,6 +48,7 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, *, max_waiting: int | None = None) -> None:
         self.thread = EngineThread(engine, max_waiting=max_waiting)
+        self._relays: WeakValueDictionary[asyncio.AbstractEventLoop, _Relay] = WeakValueDictionary()
 
     async def generate(
         self,
@@ -85,12 +92,8 @@ class AsyncEngine:
 
         Args, and what it raises: as `generate`.
         """
-        loop = asyncio.get_running_loop()
-        news: asyncio.Queue[RequestOutput | Future[RequestOutput]] = asyncio.Queue()
-
-        def put(item: RequestOutput | Future[RequestOutput]) -> None:
-            loop.call_soon_threadsafe(news.put_nowait, item)
-
+        news: asyncio.Queue[News] = asyncio.Queue()
+        put = partial(self._relay().put, news)
         limit = patience(max_wait_s, timeout_s)
         request = self.thread.enqueue(prompt, params, on_output=put, timeout_s=timeout_s, **options)
         try:
@@ -122,6 +125,14 @@ class AsyncEngine:
             self.thread.close(drain=False, wait=False)
             raise
 
+    def _relay(self) -> _Relay:
+        """The one to the running loop, which lives as long as a stream uses it."""
+        loop = asyncio.get_running_loop()
+        relay = self._relays.get(loop)
+        if relay is None:
+            relay = self._relays[loop] = _Relay(loop)
+        return relay
+
     async def __aenter__(self) -> Self:
         return self
 
@@ -130,6 +141,32 @@ class AsyncEngine:
     ) -> None:
         """Drain; after an exception, abort."""
         await self.close(drain=kind is None)
+
+
+class _Relay:
+    """Takes the news of many streams to their event loop, which is woken once for all that one step gives."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: deque[tuple[asyncio.Queue[News], News]] = deque()
+        self._is_called = False
+
+    def put(self, queue: asyncio.Queue[News], item: News) -> None:
+        """From any thread. Raises RuntimeError if the loop is closed."""
+        self._items.append((queue, item))
+        if not self._is_called:
+            self._is_called = True
+            try:
+                self._loop.call_soon_threadsafe(self._hand_out)
+            except RuntimeError:
+                self._is_called = False
+                raise
+
+    def _hand_out(self) -> None:
+        self._is_called = False  # first: whoever comes from now on calls again
+        while self._items:
+            queue, item = self._items.popleft()
+            queue.put_nowait(item)
 
 
 async def _room(request: PendingRequest, limit: float | None) -> None:

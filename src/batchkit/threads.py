@@ -80,6 +80,7 @@ class PendingRequest(Future[RequestOutput]):
 
     Attributes:
         accepted: done when there is room for the request; it has `EngineClosed` if the end comes first.
+        request_id: its id, once the engine has taken it.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class PendingRequest(Future[RequestOutput]):
     ) -> None:
         super().__init__()
         self.accepted: Future[None] = Future()
+        self.request_id: str | None = None
         # What follows is for the engine's thread.
         self.prompt = prompt
         self.params = params
@@ -102,7 +104,6 @@ class PendingRequest(Future[RequestOutput]):
         self.on_output = on_output
         self.timeout_s = timeout_s
         self.submitted = submitted  # on the engine's clock
-        self.request_id: str | None = None  # once the engine has it
         self.is_ending = False  # its end was asked for, and the engine's last output of it is still to come
         self.fault: BaseException | None = None  # what on_output raised
         self._on_cancel = on_cancel
@@ -421,8 +422,8 @@ class EngineThread:
             refused = list(self._entrants)
             self._entrants.clear()
         for request in refused:
-            _settle(request.accepted, self._closed())
-            _settle(request, self._closed())
+            _settle(request.accepted, error=self._closed())
+            _settle(request, error=self._closed())
         self._mailbox.put(_wake)
 
     @contextmanager
@@ -497,7 +498,7 @@ class EngineThread:
                 self._enter(request)
                 accepted.append(request)
         for request in accepted:
-            _settle(request.accepted, None)
+            _settle(request.accepted)
         return bool(accepted)
 
     def _read_mailbox(self) -> bool:
@@ -541,7 +542,7 @@ class EngineThread:
             self._num_entering -= 1
             self._num_waiting += request.request_id is not None
         if request.request_id is None:
-            _settle(request, fault)
+            _settle(request, error=fault)
         else:
             self._requests[request.request_id] = request
 
@@ -551,16 +552,16 @@ class EngineThread:
         return max(request.timeout_s - (self._engine.clock() - request.submitted), _LEAST_TIMEOUT_S)
 
     def _call(self, function: Callable[[Engine], T], future: Future[T]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
+        result: T | None = None
+        fault: BaseException | None = None
         try:
             if self._stage is _Stage.CLOSED:
                 raise self._closed()
-            result = function(self._engine)
+            if not future.cancelled():
+                result = function(self._engine)
         except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+            fault = error
+        _settle(future, result, fault)
 
     def _abandon(self, request: PendingRequest) -> None:
         if not request.cancelled():
@@ -572,8 +573,8 @@ class EngineThread:
                 self._entrants.remove(request)
         if stood_in_queue:
             request.accepted.cancel()
-            _settle(request.accepted, None)
-            _settle(request, None)
+            _settle(request.accepted)
+            _settle(request)
         elif request.request_id is not None and self._requests.get(request.request_id) is request:
             self._abort(request, request.request_id)
 
@@ -597,7 +598,7 @@ class EngineThread:
                 self._abort(request, output.request_id)
         if output.finished:
             del self._requests[output.request_id]
-            _settle(request, request.fault or output)
+            _settle(request, output, request.fault)
 
     def _end(self, failure: BaseException | None) -> None:
         """Nobody is left without an answer."""
@@ -618,22 +619,22 @@ class EngineThread:
             if self._failure is None or all(sample.finish_reason != "abort" for sample in output.outputs):
                 self._deliver(output)
         for request in self._requests.values():
-            _settle(request, self._failure or self._closed())
+            _settle(request, error=self._failure or self._closed())
         self._requests.clear()
         self._read_mailbox()
 
 
-def _settle(future: Future[Any], result: object) -> None:
-    """Give a future what it waits for, or the exception, or tell who waits that it is cancelled. Once for each."""
+def _settle(future: Future[Any], result: object = None, error: BaseException | None = None) -> None:
+    """Give a future its result, or the error if there is one, or tell who waits that it is cancelled. Once for each."""
     try:
         if not future.set_running_or_notify_cancel():
             return
-        if isinstance(result, BaseException):
-            future.set_exception(result)
-        else:
+        if error is None:
             future.set_result(result)
+        else:
+            future.set_exception(error)
     except BaseException:  # of a callback; concurrent.futures has caught, and logged, every Exception
-        logger.warning("a callback of a request's future raised", exc_info=True)
+        logger.warning("a callback of a future raised", exc_info=True)
 
 
 def patience(max_wait_s: float | None, timeout_s: float | None) -> float | None:

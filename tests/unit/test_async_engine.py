@@ -43,14 +43,18 @@ def run(main: Callable[[], Awaitable[T]]) -> T:
 
 
 class Held:
-    """Holds a rig's steps until it is opened; `begun` is awaited for the first."""
+    """Holds a rig's steps, behind so many first ones, until it is opened; `begun` is awaited for the first one held."""
 
-    def __init__(self, rig: Rig) -> None:
+    def __init__(self, rig: Rig, *, behind: int = 0) -> None:
+        self._behind = behind
         self._began = threading.Event()
         self._opened = threading.Event()
         rig.runner.before = self._hold
 
     def _hold(self, out: Any) -> None:
+        if self._behind:
+            self._behind -= 1
+            return
         self._began.set()
         assert self._opened.wait(HANG_S), "nobody let this step through"
 
@@ -382,6 +386,23 @@ def test_a_loop_that_ends_first_takes_its_requests_with_it() -> None:
     assert output.token_ids == rig.alone("later").token_ids
     engine.thread.close()
     assert rig.engine.stats().finished == {"abort": 1, "length": 1}
+    assert_ended(rig)
+
+
+def test_a_loop_that_is_closed_under_a_stream_costs_that_request_alone(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig(PagedScheduler)
+    held = Held(rig, behind=1)
+    engine = AsyncEngine(rig.engine)
+    loop = asyncio.new_event_loop()
+    stream = engine.stream(*job(rig, "left", max_tokens=200))
+    assert loop.run_until_complete(stream.__anext__()).new_token_ids
+    loop.close()
+    held.open()
+    output = engine.thread.submit(*job(rig, "other")).result(timeout=HANG_S)
+    assert output.token_ids == rig.alone("other").token_ids
+    engine.thread.close()
+    assert rig.engine.stats().finished == {"abort": 1, "length": 1}
+    assert "Event loop is closed" in caplog.text
     assert_ended(rig)
 
 
