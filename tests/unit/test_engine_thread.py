@@ -152,6 +152,13 @@ def test_a_refused_request_gets_its_error_and_disturbs_nobody() -> None:
         assert result(good).token_ids == front.alone("good")
 
 
+def test_a_loop_begun_before_the_first_request_waits_for_it() -> None:
+    with Front(Rig(PagedScheduler)) as front:
+        for name in ("first", "second"):
+            assert result(front.call(lambda engine: engine.has_unfinished())) is False
+            assert result(front.ask(name)).token_ids == front.alone(name)
+
+
 def test_options_reach_the_engine_and_arrival_is_the_time_of_the_call() -> None:
     rig = Rig(PagedScheduler)
     gate = Gate(rig)
