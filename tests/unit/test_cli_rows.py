@@ -53,7 +53,10 @@ BAD_LINES = {
     "id true": ('{"id": true, "prompt": "a"}', "id must be text or an integer, got true"),
     "params of a wrong type": ('{"prompt": "a", "params": [1]}', "params must be an object, got a list"),
     "unknown parameter": ('{"prompt": "a", "params": {"max_token": 1}}', "'max_token'; is it max_tokens?"),
-    "very unknown parameter": ('{"prompt": "a", "params": {"zzz": 1}}', "'zzz'; there are allowed_token_ids, bad_words"),
+    "very unknown parameter": (
+        '{"prompt": "a", "params": {"zzz": 1}}',
+        "'zzz'; there are allowed_token_ids, bad",
+    ),
     "parameter beside params": ('{"prompt": "a", "max_tokens": 1}', "max_tokens must stand in params"),
     "max_tokens below zero": (json.dumps(prompt(max_tokens=-1)), "or 0 to generate nothing, got -1"),
     "max_tokens of a wrong type": (json.dumps(prompt(max_tokens="9")), "max_tokens must be an integer, got '9'"),

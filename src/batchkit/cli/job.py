@@ -89,7 +89,7 @@ def generate(args: argparse.Namespace, make_engine: Callable[[argparse.Namespace
         )
         began = time.monotonic()
         try:
-            with _stopped_by_signals(job, quiet=args.quiet):
+            with _stopped_by_signals(job):
                 job.run()
         except BrokenPipeError:
             raise NotDone("nobody reads the output any more") from None
@@ -173,6 +173,7 @@ class Job:
         self.reasons: Counter[str] = Counter()
         self._live: dict[str, tuple[int, Row, int]] = {}  # by the engine's id
         self._begun: set[str] = set()  # those that have delivered a token
+        self._streams = False  # some have, before their end
         self._fault: NotDone | None = None
         self._stopping = self._wound_up = self._waiting = False
 
@@ -210,6 +211,7 @@ class Job:
                         self._end(*self._live.pop(output.request_id), output)
                     else:
                         self._begun.add(output.request_id)
+                        self._streams = True
                 self.writer.write()
                 self._show()
                 self.engine.wait()
@@ -226,9 +228,11 @@ class Job:
         A policy that delivers nothing before the end does not tell which have: all are finished then.
         """
         self._wound_up = True
-        if self._begun:
-            for request_id in self._live.keys() - self._begun:
-                self.engine.abort(request_id)
+        waiting = self._live.keys() - self._begun if self._streams else set()
+        for request_id in waiting:
+            self.engine.abort(request_id)
+        num_begun = len(self._live) - len(waiting)
+        self.progress.say(f"stopping when {num_begun:,} rows are finished; a second signal stops at once")
 
     def _read(self) -> None:
         """Take the rows for which there is room; with none in the engine, wait for the next one or the end."""
@@ -303,15 +307,12 @@ class Job:
 
 
 @contextmanager
-def _stopped_by_signals(job: Job, *, quiet: bool) -> Iterator[None]:
+def _stopped_by_signals(job: Job) -> Iterator[None]:
     """SIGTERM and Ctrl-C let the job finish what runs; the second one ends it at once. The handlers are put back."""
 
     def handle(number: int, frame: object) -> None:
         if not job.stop():
             raise KeyboardInterrupt
-        if not quiet:
-            name = signal.Signals(number).name
-            print(f"batchkit: {name}: rows that run are finished; once more stops at once", file=sys.stderr, flush=True)
 
     before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():  # elsewhere there are none to be had

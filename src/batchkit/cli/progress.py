@@ -66,6 +66,13 @@ class Progress:
             print("batchkit: " + ", ".join(parts), file=sys.stderr, flush=True)
         self._last = now
 
+    def say(self, text: str) -> None:
+        """A line beside the progress."""
+        if self._bar is not None:
+            self._bar.write(f"batchkit: {text}", file=sys.stderr)
+        elif self._shown:
+            print(f"batchkit: {text}", file=sys.stderr, flush=True)
+
     def close(self, *, num_done: int, total: int | None) -> None:
         """Leave the bar as it stands in the end. A plain line is not said: the figures follow."""
         if self._bar is not None:

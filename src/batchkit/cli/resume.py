@@ -38,13 +38,11 @@ class Plan:
     Attributes:
         done: hashes of what was asked, by the hashes of ids, of the records that stay.
         num_left: rows without a record.
-        num_kept: records that stay.
-        num_errors: of those, errors.
+        num_errors: records that stay and are errors.
     """
 
     done: HashTable
     num_left: int
-    num_kept: int
     num_errors: int
 
 
@@ -144,7 +142,7 @@ def plan(path: str, rows: Rows, earlier: Earlier, *, redo_changed: bool, quiet: 
         ):
             if count:
                 print(f"batchkit: {note}", file=sys.stderr)
-    return Plan(earlier.done, rows.num, num_kept, num_errors)
+    return Plan(earlier.done, rows.num, num_errors)
 
 
 class _Lines:
