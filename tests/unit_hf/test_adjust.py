@@ -254,7 +254,7 @@ def failing(prompt: object, output: object, logits: torch.Tensor) -> torch.Tenso
         (lambda p, o, x: x[:-1], rf"ValueError: it must return logits of shape \({VOCAB},\), and returned \(39,\)"),
         (lambda p, o, x: x[None], r"and returned \(1, 40\)"),
         (lambda p, o, x: x * math.nan, "ValueError: it returned NaN"),
-        (lambda p, o, x: x - math.inf, "no token is left to sample by logits_processors"),
+        (lambda p, o, x: x - math.inf, "logits_processors left no token to sample"),
     ],
 )
 def test_a_processor_that_fails_ends_its_own_row(processor: Callable[..., object], words: str) -> None:
@@ -293,9 +293,9 @@ def test_a_row_without_a_token_left_names_the_parameters() -> None:
         row(SamplingParams(allowed_token_ids=[5])),  # which the model itself forbids
     ]
     results = new_sampler().sample(logits, rows)
-    assert results[0].error == "no token is left to sample by allowed_token_ids and bad_words and min_tokens"
+    assert results[0].error == "allowed_token_ids and bad_words and min_tokens left no token to sample"
     assert [r.token_ids for r in results[1:3]] == [(2,), (4,)]
-    assert results[3].error == "no token is left to sample by allowed_token_ids"
+    assert results[3].error == "allowed_token_ids left no token to sample"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -313,7 +313,7 @@ def test_logits_that_are_not_finite_end_their_row_whatever_it_asks_for(bad: floa
 
 
 def everything(results: Sequence[RowResult]) -> list[RowResult]:
-    assert all(result.error is None or "no token is left" in result.error for result in results)
+    assert all(result.error is None or "left no token" in result.error for result in results)
     return list(results)
 
 

@@ -393,7 +393,7 @@ def test_an_output_that_does_not_match_ends_its_own_row() -> None:
 def test_other_masks_may_leave_nothing_of_a_grammar() -> None:
     of = request(StructuredOutputsParams(choice=["a", "b"]), allowed_token_ids=encoded("xyz"))
     (result,) = Sampler(byte_grammars()).sample(torch.zeros(1, VOCAB), [row(request=of)])
-    assert result.error == "no token is left to sample by allowed_token_ids and structured_outputs"
+    assert result.error == "allowed_token_ids and structured_outputs left no token to sample"
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------

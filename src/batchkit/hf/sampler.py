@@ -80,7 +80,7 @@ class Sampler:
             if faulty[i]:
                 errors[i] = f"the model's logits at position {row.start + row.num_tokens - 1} are not finite"
             elif empty[i] and i not in errors:
-                errors[i] = f"no token is left to sample by {' and '.join(forbidding(row))}"
+                errors[i] = f"{' and '.join(forbidding(row))} left no token to sample"
         logprobs = _logprobs(logits, rows, tokens)
         return [
             RowResult(error=errors[i]) if i in errors else RowResult((token,), logprobs.get(i))
