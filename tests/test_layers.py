@@ -41,6 +41,8 @@ ROWS: dict[str, int] = {
     "batchkit.openai": 3,
     "batchkit.live": 3,
     "batchkit.engine": 4,
+    "batchkit.threads": 5,
+    "batchkit.aio": 5,
     "batchkit.testing": 5,
     "batchkit.cli": 5,
     "batchkit.__main__": 5,
@@ -52,7 +54,11 @@ HF_MAY_IMPORT_UP_TO = 2
 # What else may be imported, by row. typing_extensions is everywhere.
 EVERYWHERE = {"typing_extensions"}
 HF_THIRD_PARTY = {"torch", "transformers", "safetensors", "numpy"}
-ONE_FILE_ONLY = {"xformers": "batchkit.hf.backends.xformers", "tokenizers": "batchkit.hf.tokenizer"}
+ONE_FILE_ONLY = {
+    "xformers": "batchkit.hf.backends.xformers",
+    "tokenizers": "batchkit.hf.tokenizer",
+    "llguidance": "batchkit.hf.grammar",
+}
 
 # What a module may import only inside a function, so that importing the module does not.
 LAZY: dict[str, set[str]] = {

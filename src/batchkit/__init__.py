@@ -15,6 +15,7 @@ from .errors import (
     EngineBusy,
     EngineClosed,
     EngineFailed,
+    EngineFull,
     InvariantError,
     KVLost,
     OutOfKVMemory,
@@ -50,6 +51,7 @@ from .schedulers import (
 from .sequence import Sequence, Status
 from .simulate import RooflineCost, SimulatedRunner, TrueLengths, WorkloadRecord, simulate
 from .text import Tokenizer
+from .threads import EngineThread
 from .types import (
     BlockCopy,
     Blocked,
@@ -89,7 +91,9 @@ __all__ = [
     "EngineBusy",
     "EngineClosed",
     "EngineFailed",
+    "EngineFull",
     "EngineStats",
+    "EngineThread",
     "Eviction",
     "FairScheduler",
     "FeedbackScheduler",
