@@ -184,6 +184,23 @@ def test_the_cache_is_hit_in_every_mode(policy, mode: str) -> None:
     rig.assert_empty()
 
 
+@pytest.mark.parametrize("policy", PREEMPTING)
+def test_a_system_prompt_of_a_thousand_tokens_is_computed_once_for_all(policy) -> None:
+    computed = {}
+    for prefix_caching in (False, True):
+        rig = Rig(
+            policy, prefix_caching=prefix_caching, blocks=2100, block_size=16, model_len=1100, seats=32, **eager(policy)
+        )
+        system = tokens("system", 1000)
+        for number in range(32):
+            rig.add(str(number), [*system, *tokens(str(number), 20)], max_tokens=2)
+            if not number:
+                rig.run()  # it has been computed when the others come
+        rig.finish()
+        computed[prefix_caching] = rig.engine.stats().computed_tokens - 32  # but for one generated token of each
+    assert computed == {False: 32 * 1020, True: 1020 + 31 * (8 + 20)}  # 62 blocks are 992 tokens
+
+
 @everywhere
 def test_after_a_loss_of_the_cache_nothing_of_it_is_found(policy) -> None:
     rig = caching(policy, blocks=24, seats=2)
