@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import http.client
 import importlib.util
 import json
@@ -15,13 +19,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
-import uvicorn
 
 from batchkit import Engine
 from batchkit.aio import AsyncEngine
 from tiny_models import tiny
+
+# The environment with the oldest transformers has none of these.
+openai = pytest.importorskip("openai")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("fastapi")
 
 SERVER = Path(__file__).resolve().parents[2] / "examples" / "openai_server.py"
 WAIT_S = 60.0
