@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -250,6 +251,17 @@ def test_a_file_of_something_else_is_left_alone(capsys, tmp_path, monkeypatch, c
     assert cli.main(["generate", "in.jsonl", "-o", "out.jsonl", "--model", "toy", "--resume"]) == 1
     assert "cannot resume out.jsonl: line 1 is no record of this command with a key" in one_line(capsys)
     assert OUT.read_bytes() == content
+
+
+@pytest.mark.parametrize("damage", [lambda data: gzip.decompress(data), lambda data: data[:60] + b"???" + data[63:]])
+def test_a_gzip_file_that_is_damaged_is_left_alone(resume, capsys, damage):
+    resume(rows(20), target="out.jsonl.gz")
+    content = damage(Path("out.jsonl.gz").read_bytes())
+    Path("out.jsonl.gz").write_bytes(content)
+    capsys.readouterr()
+    assert cli.main(["generate", "in.jsonl", "-o", "out.jsonl.gz", "--model", "toy", "--resume"]) == 1
+    assert "cannot resume out.jsonl.gz: it is damaged, or no gzip file" in one_line(capsys)
+    assert Path("out.jsonl.gz").read_bytes() == content
 
 
 # ----------------------------------------------------------------------------------------------- case 115: which rows

@@ -26,10 +26,13 @@ from ..params import SamplingParams, StructuredOutputsParams
 __all__ = ["HashTable", "Key", "hash_of", "told_params"]
 
 
+_encode = json.JSONEncoder(sort_keys=True).encode
+_DEFAULTS = [(field.name, field.default) for field in dataclasses.fields(SamplingParams)]
+
+
 def hash_of(value: object) -> int:
     """64 bits of what JSON makes of a value; never 0, and the same in every process."""
-    text = json.dumps(value, sort_keys=True)
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") or 1
+    return int.from_bytes(blake2b(_encode(value).encode(), digest_size=8).digest(), "big") or 1
 
 
 class Key(NamedTuple):
@@ -63,17 +66,17 @@ def told_params(params: SamplingParams) -> dict[str, Any]:
     {'temperature': 0.0, 'stop': ['x']}
     """
     told: dict[str, Any] = {}
-    for field in dataclasses.fields(params):
-        value = getattr(params, field.name)
-        if value == field.default:
+    for name, default in _DEFAULTS:
+        value = getattr(params, name)
+        if value == default:
             continue
         if isinstance(value, StructuredOutputsParams):
-            value = {name: given for name, given in dataclasses.asdict(value).items() if given is not None}
+            value = {kind: given for kind, given in dataclasses.asdict(value).items() if given is not None}
         elif isinstance(value, tuple):
             value = list(value)
-        elif isinstance(field.default, float):
+        elif isinstance(default, float):
             value = float(value)
-        told[field.name] = value
+        told[name] = value
     return told
 
 

@@ -14,7 +14,7 @@ import shutil
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -149,7 +149,7 @@ class _Lines:
     """The lines of a file or a gzip file, up to where it is torn. The last one may have no end.
 
     Attributes:
-        is_torn: a gzip file ends in the middle, or is damaged; nothing behind that can be read.
+        is_torn: a gzip file ends in the middle of a member.
     """
 
     def __init__(self, path: str) -> None:
@@ -179,9 +179,8 @@ class _Lines:
                 try:
                     fresh = False
                     yield member.decompress(chunk)
-                except zlib.error:
-                    self.is_torn = True
-                    return
+                except zlib.error as error:  # what was only cut short gives none
+                    raise NotDone(f"cannot resume {self._path}: it is damaged, or no gzip file: {error}") from None
                 chunk = member.unused_data
                 if member.eof:
                     member, fresh = zlib.decompressobj(wbits=31), True
@@ -226,4 +225,6 @@ def _rewrite(path: str, unwanted: set[int], stale: set[int]) -> None:
         shutil.copymode(target, fresh)
         os.replace(fresh, target)
     except OSError as error:
+        with suppress(OSError):  # it may take what is left of the disk
+            os.unlink(fresh)
         raise NotDone(f"cannot write {path}: {error.strerror or error}") from None
