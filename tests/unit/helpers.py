@@ -232,7 +232,8 @@ class Rig:
     def alone(self, name: str) -> RequestOutput:
         """What the request gives by itself, in a pool without end."""
         prompt, params = self.jobs[name][0], SamplingParams(**self.jobs[name][1])
-        script = {key.replace(name, "alone", 1): t for key, t in self.runner.script.items() if key.split("/")[0] == name}
+        mine = {key: t for key, t in self.runner.script.items() if key.split("/")[0] == name}
+        script = {key.replace(name, "alone", 1): t for key, t in mine.items()}
         geometry = replace(self.geometry, num_blocks=1, block_size=self.geometry.max_model_len, host_blocks=0)
         key = (geometry, tuple(prompt), params, repr(script), self.tokenizer)
         if key not in _alone:

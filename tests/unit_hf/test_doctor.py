@@ -188,13 +188,15 @@ def test_a_model_that_needs_its_weights_is_not_known(tmp_path, monkeypatch):
 def test_a_dry_run_of_the_command(tmp_path, capsys):
     path = saved(tmp_path / "model")
     source = tmp_path / "in.jsonl"
-    rows = [{"body": "w5 w6"}, {"body": "w7 " * 200}, {"other": "w8"}]
+    no_grammar = {"body": "w5", "params": {"structured_outputs": {"regex": "("}}}
+    rows = [{"body": "w5 w6"}, {"body": "w7 " * 200}, {"other": "w8"}, no_grammar]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--template", "w1 {body}", "--max-tokens", "8", "--num-kv-blocks", "50", "--max-num-seqs", "7"]
     assert cli.main(["generate", str(source), "--dry-run", "--model", path, *options]) == 3
-    shown = capsys.readouterr().out
-    for part in ("rows              3\n", "bad rows          1\n", "too long          1\n", "min 3, ", "max 201"):
+    shown, said = capsys.readouterr()
+    for part in ("rows              4\n", "bad rows          2\n", "too long          1\n", "min 2, ", "max 201"):
         assert part in shown
+    assert "line 4: structured_outputs: llguidance cannot use this tokenizer" in said
     for part in (
         "seats             7\n",
         "KV cache          50 blocks of 16 tokens\n",

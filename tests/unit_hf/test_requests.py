@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from batchkit import ChunkedPrefillScheduler, Engine, OrcaScheduler, PagedScheduler, RequestOutput, SamplingParams
+from batchkit import (
+    ChunkedPrefillScheduler,
+    Engine,
+    OrcaScheduler,
+    PagedScheduler,
+    RequestOutput,
+    SamplingParams,
+    StaticScheduler,
+)
 from batchkit.params import StructuredOutputsParams
 from tiny_models import tiny
 from unit_hf.helpers import EOS, NUM_BYTES, SECOND_EOS, byte_tokenizer
@@ -46,10 +54,17 @@ REQUESTS: dict[str, SamplingParams] = {
     "choice": params(structured_outputs=StructuredOutputsParams(choice=["yes", "no", "maybe"]), logprobs=0),
     "scores": params(prompt_logprobs=1, logprobs=1, min_p=0.01, frequency_penalty=0.5),
     "only scores": SamplingParams(max_tokens=0, prompt_logprobs=0),
-    "four": params(n=4, presence_penalty=1.0, logits_processors=[lean], prompt_logprobs=0),
-    "four json": params(n=4, structured_outputs=StructuredOutputsParams(regex="[a-c]{5,9}")),
+    "stop": params(stop=["C", "AB"], allowed_token_ids=range(62, 68)),
+    "stop tokens": params(stop_token_ids=range(0, VOCAB, 9), ignore_eos=True, min_p=0.001),
+    "regex": params(structured_outputs=StructuredOutputsParams(regex="[a-c]{5,9}")),
 }
-PROMPTS = {name: f"The same beginning of all prompts. {name * (1 + i % 3)}" for i, name in enumerate(REQUESTS)}
+
+
+def request(name: str, n: int) -> SamplingParams:
+    return dataclasses.replace(REQUESTS[name], n=n if REQUESTS[name].max_tokens else 1)
+
+
+PROMPTS = {name: f"One beginning of all: {name * (1 + i % 2)}" for i, name in enumerate(REQUESTS)}
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +77,8 @@ def new_engine(model: torch.nn.Module, **arguments: Any) -> Engine:
     return Engine.from_model(model, byte_tokenizer(), **arguments)
 
 
-def run(engine: Engine, names: Sequence[str]) -> dict[str, RequestOutput]:
-    outputs = engine.generate([PROMPTS[name] for name in names], [REQUESTS[name] for name in names])
+def run(engine: Engine, names: Sequence[str], n: int = 1) -> dict[str, RequestOutput]:
+    outputs = engine.generate([PROMPTS[name] for name in names], [request(name, n) for name in names])
     return dict(zip(names, outputs, strict=True))
 
 
@@ -103,7 +118,7 @@ def test_parameters_do_what_they_say(alone: dict[str, RequestOutput]) -> None:
     assert alone["minimum"].token_ids[-1] in (EOS, SECOND_EOS)
     assert alone["choice"].text in ("yes", "no", "maybe")
     assert alone["choice"].finish_reason == "stop"
-    assert len({completion.token_ids for completion in alone["four"].outputs}) == 4
+    assert alone["stop"].finish_reason == alone["stop tokens"].finish_reason == "stop"
     scores = alone["only scores"]
     assert (scores.token_ids, scores.finish_reason) == ((), "length")
     assert scores.prompt_logprobs is not None
@@ -113,7 +128,9 @@ def test_parameters_do_what_they_say(alone: dict[str, RequestOutput]) -> None:
 CIRCUMSTANCES: dict[str, dict[str, Any]] = {
     "neighbours": {},
     "whole prompts": {"scheduler": OrcaScheduler},
-    "chunks of one": {"max_num_seqs": 4, "max_tokens_per_step": 4},
+    "static batches": {"scheduler": StaticScheduler, "max_num_seqs": 5},
+    "chunks of one": {"max_num_seqs": 1, "max_tokens_per_step": 1},
+    "chunks of three": {"max_num_seqs": 1, "max_tokens_per_step": 3},
     "small chunks": {"max_num_seqs": 3, "max_tokens_per_step": 8},
     "recompute": {"scheduler": PagedScheduler, "num_kv_blocks": 45},
     "recompute chunks": {"num_kv_blocks": 45, "max_tokens_per_step": 16, "max_num_seqs": 10},
@@ -123,15 +140,30 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def four_alone(model: torch.nn.Module) -> dict[str, RequestOutput]:
+    found = {}
+    for name in REQUESTS:
+        with new_engine(model) as engine:
+            found.update(run(engine, [name], 4))
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 4])
 @pytest.mark.parametrize("circumstances", CIRCUMSTANCES)
 def test_each_request_gives_what_it_gives_alone(
-    model: torch.nn.Module, alone: dict[str, RequestOutput], circumstances: str
+    model: torch.nn.Module,
+    alone: dict[str, RequestOutput],
+    four_alone: dict[str, RequestOutput],
+    circumstances: str,
+    n: int,
 ) -> None:
     """VLLM-5349: after a preemption outputs still count as outputs, for penalties and processors too."""
+    expected = alone if n == 1 else four_alone
     with new_engine(model, **CIRCUMSTANCES[circumstances]) as engine:
-        for names in (list(REQUESTS), list(REQUESTS)[::-1]):
-            for name, output in run(engine, names).items():
-                same(output, alone[name])
+        for names in [list(REQUESTS), list(REQUESTS)[::-1]][: engine.stats().max_num_seqs]:
+            for name, output in run(engine, names, n).items():
+                same(output, expected[name])
         stats = engine.stats()
     assert (stats.num_preemptions > 0) == ("recompute" in circumstances or circumstances == "swap")
     if "prefixes" in circumstances:
@@ -149,13 +181,13 @@ def test_caches_dropped_in_every_step_change_nothing(model: torch.nn.Module, alo
             engine._runner.drop_caches()
 
 
-def test_a_sample_does_not_depend_on_their_number(model: torch.nn.Module, alone: dict[str, RequestOutput]) -> None:
+def test_a_sample_does_not_depend_on_their_number(
+    alone: dict[str, RequestOutput], four_alone: dict[str, RequestOutput]
+) -> None:
     """VLLM-11898: sample i is the same whatever n is."""
-    for name in ("four", "four json"):
-        with new_engine(model) as engine:
-            for n in (1, 2):
-                (output,) = engine.generate([PROMPTS[name]], dataclasses.replace(REQUESTS[name], n=n))
-                assert [c.token_ids for c in output.outputs] == [c.token_ids for c in alone[name].outputs[:n]]
+    for name, output in four_alone.items():
+        assert output.token_ids == alone[name].token_ids
+    assert len({completion.token_ids for completion in four_alone["plain"].outputs}) == 4
 
 
 def test_the_same_request_gives_the_same_each_time(model: torch.nn.Module, alone: dict[str, RequestOutput]) -> None:

@@ -83,6 +83,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
         num_kv_blocks=args.num_kv_blocks,
         block_size=args.block_size,
         swap_memory=args.swap_memory,
+        prefix_caching=args.prefix_caching,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_tokens_per_step=args.max_tokens_per_step,

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+
+from typing_extensions import override
 
 from ..allocators import PagedAllocator
 from ..engine import Engine
 from ..errors import RequestTooLong
 from ..simulate import SimulatedRunner
+from ..types import Request
 from .faults import RowFaults
 from .fit import most_tokens, prompt_ids, submit
 from .progress import Progress
@@ -45,7 +49,19 @@ def preview_engine(args: argparse.Namespace) -> Engine:
         max_tokens_per_step=args.max_tokens_per_step,
         **args.scheduler.arguments,
     )
-    return Engine(SimulatedRunner(geometry, check_kv=False), policy, tokenizer=found.tokenizer)
+    runner = _Weightless(geometry, check_kv=False)
+    runner.check = found.grammars.check
+    return Engine(runner, policy, tokenizer=found.tokenizer)
+
+
+class _Weightless(SimulatedRunner):
+    """Takes the requests that the real runner takes."""
+
+    check: Callable[[Request], None]
+
+    @override
+    def check_request(self, request: Request) -> None:
+        self.check(request)
 
 
 def dry_run(engine: Engine, rows: Rows, reader: RowReader, args: argparse.Namespace) -> bool:

@@ -185,6 +185,9 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     size.add_argument("--num-kv-blocks", metavar="N", type=_count, help="KV cache in blocks")
     engine.add_argument("--block-size", metavar="N", type=_count, help="tokens in a KV block")
     engine.add_argument("--swap-memory", metavar="SIZE", help="host memory for preempted sequences; default: none")
+    engine.add_argument(
+        "--prefix-caching", action="store_true", help="compute the beginning that prompts have in common once"
+    )
 
     defaults = generate.add_argument_group("sampling, where a row's `params` do not say")
     defaults.add_argument(

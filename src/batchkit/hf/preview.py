@@ -12,6 +12,7 @@ from ..errors import UnsupportedModel
 from ..types import KVGeometry
 from .attention import probe_layers
 from .backends import choose_backend
+from .grammar import Grammars
 from .kv_pool import block_bytes, free_memory, num_blocks_for
 from .loading import default_device
 from .runner import BLOCK_SIZE, eos_token_ids, model_len
@@ -32,11 +33,13 @@ class Preview:
         geometry: as the runner's would be. By default the number of blocks depends on the memory that is free at the
             time, so that it is about right.
         attention: the backend that would be chosen, or why nobody knows.
+        grammars: checks what structured outputs a request asks for.
     """
 
     tokenizer: HFTokenizer
     geometry: KVGeometry
     attention: str
+    grammars: Grammars
 
 
 def preview(
@@ -83,7 +86,9 @@ def preview(
         vocab_size=model.get_input_embeddings().weight.shape[0],
         eos_token_ids=eos_token_ids(model),
     )
-    return Preview(HFTokenizer(AutoTokenizer.from_pretrained(name_or_path)), geometry, attention)
+    tokenizer = HFTokenizer(AutoTokenizer.from_pretrained(name_or_path))
+    grammars = Grammars(tokenizer, geometry.eos_token_ids, geometry.vocab_size)
+    return Preview(tokenizer, geometry, attention, grammars)
 
 
 def _without_weights(config: Any, dtype: str) -> Any:
