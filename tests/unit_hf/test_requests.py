@@ -47,14 +47,14 @@ REQUESTS: dict[str, SamplingParams] = {
     "repetition": params(repetition_penalty=1.8, top_k=3),
     "bias": params(logit_bias={65: 3.0, 66: 3.0, 67: -100}),
     "allowed": params(allowed_token_ids=range(60, 70), logprobs=2),
-    "bad words": params(allowed_token_ids=range(65, 69), bad_words=["A", "BC"]),
+    "bad words": params(allowed_token_ids=range(32, 35), bad_words=["A", "BC"]),
     "minimum": params(min_tokens=9, logit_bias={EOS: 100.0, SECOND_EOS: 99.0}),
     "processor": params(logits_processors=[lean], top_p=0.8),
     "json": params(structured_outputs=StructuredOutputsParams(json={"type": "array", "items": {"enum": [1, "é"]}})),
     "choice": params(structured_outputs=StructuredOutputsParams(choice=["yes", "no", "maybe"]), logprobs=0),
     "scores": params(prompt_logprobs=1, logprobs=1, min_p=0.01, frequency_penalty=0.5),
     "only scores": SamplingParams(max_tokens=0, prompt_logprobs=0),
-    "stop": params(stop=["C", "AB"], allowed_token_ids=range(62, 68)),
+    "stop": params(stop=["C", "AB"], allowed_token_ids=range(31, 36)),
     "stop tokens": params(stop_token_ids=range(0, VOCAB, 9), ignore_eos=True, min_p=0.001),
     "regex": params(structured_outputs=StructuredOutputsParams(regex="[a-c]{5,9}")),
 }
@@ -112,7 +112,7 @@ def alone(model: torch.nn.Module) -> dict[str, RequestOutput]:
 def test_parameters_do_what_they_say(alone: dict[str, RequestOutput]) -> None:
     assert {name for name, output in alone.items() if output.finish_reason == "error"} == set()
     assert set(alone["allowed"].token_ids) <= set(range(60, 70))
-    assert set(alone["bad words"].token_ids) <= set(range(65, 69)) - set(byte_tokenizer().encode("A"))
+    assert set(alone["bad words"].text) == {"B", "C"}
     assert "BC" not in alone["bad words"].text
     assert len(alone["minimum"].token_ids) == 10
     assert alone["minimum"].token_ids[-1] in (EOS, SECOND_EOS)
@@ -167,7 +167,7 @@ def test_each_request_gives_what_it_gives_alone(
         stats = engine.stats()
     assert (stats.num_preemptions > 0) == ("recompute" in circumstances or circumstances == "swap")
     if "prefixes" in circumstances:
-        assert stats.cached_tokens > 500
+        assert stats.cached_tokens > 400
 
 
 def test_caches_dropped_in_every_step_change_nothing(model: torch.nn.Module, alone: dict[str, RequestOutput]) -> None:
