@@ -141,7 +141,8 @@ class SamplingParams:
         logit_bias: is added to logits, by token id; each in [-100, 100].
         allowed_token_ids: no other token is sampled, no stop token either.
         bad_words: texts that are not generated, as the tokens that the tokenizer makes of them, at the beginning of a
-            text and behind a space: the last of them is not sampled behind the others. Other tokens may spell the same.
+            text and behind a space: the last of them is not sampled where the output ends with the others. Other tokens
+            may spell the same.
         logits_processors: functions of your own, in turn; see `LogitsProcessor`.
         seed: a token is a function of (logits, seed, position), so the same seed gives the same tokens whatever
             else runs. None: a fresh seed for each request.
