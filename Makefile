@@ -26,7 +26,7 @@ help:
 	@echo "make test-oldest  the suite's core on the oldest transformers that is admitted ($(OLDEST))"
 	@echo "make check        ruff and mypy"
 	@echo "make format       ruff, mending what it can"
-	@echo "make bench        the benchmarks: scheduling, long jobs, the trace, start-up, throughput"
+	@echo "make bench        the benchmarks: scheduling, long jobs, the trace, sampling, prefixes, start-up, throughput"
 	@echo "make models-doc   write docs/supported-models.md anew"
 	@echo "make clean        remove what tests and tools left; clean-all: the environments and the model too"
 	@echo "Variables: PYTHON=$(PYTHON) MODEL=$(MODEL) PYTEST_ARGS="
@@ -97,6 +97,8 @@ bench: env model
 	$(BIN)/python benchmarks/scheduling.py
 	$(BIN)/python benchmarks/stream.py
 	$(BIN)/python benchmarks/tracing.py --model $(MODEL)
+	$(BIN)/python benchmarks/sampling.py --model $(MODEL)
+	$(BIN)/python benchmarks/prefix.py --model $(MODEL)
 	$(BIN)/python benchmarks/startup.py --model $(MODEL)
 	$(BIN)/python benchmarks/throughput.py --model $(MODEL)
 
