@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from batchkit import Engine, EngineStats, SamplingParams
-from batchkit.threads import EngineThread
+from batchkit import Engine, EngineStats, EngineThread, SamplingParams
 
 
 def metrics(stats: EngineStats) -> str:

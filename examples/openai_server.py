@@ -25,9 +25,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from batchkit import Engine, EngineClosed, RequestError, RequestOutput
+from batchkit import Engine, EngineClosed, EngineFull, RequestError, RequestOutput
 from batchkit.aio import AsyncEngine
-from batchkit.errors import EngineFull
 from batchkit.openai import Response, error_body, options_of, params_of, prompts_of
 
 T = TypeVar("T")

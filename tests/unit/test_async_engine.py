@@ -15,12 +15,12 @@ import pytest
 from batchkit import (
     ChunkedPrefillScheduler,
     EngineClosed,
+    EngineFull,
     PagedScheduler,
     RequestError,
     SamplingParams,
 )
 from batchkit.aio import AsyncEngine
-from batchkit.errors import EngineFull
 from unit.helpers import Rig, tokens
 
 T = TypeVar("T")

@@ -24,6 +24,8 @@ from batchkit import (
     EngineBusy,
     EngineClosed,
     EngineFailed,
+    EngineFull,
+    EngineThread,
     InvariantError,
     KVGeometry,
     PagedAllocator,
@@ -34,8 +36,6 @@ from batchkit import (
     SchedulerStalled,
     SimulatedRunner,
 )
-from batchkit.errors import EngineFull
-from batchkit.threads import EngineThread
 from unit.helpers import Rig, tokens
 
 HANG_S = 60.0  # what takes as long as this hangs
@@ -894,8 +894,9 @@ def test_the_host_program_stays_as_it_was() -> None:
 PROGRAM = """
 import os, sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from batchkit import Engine, EngineClosed, KVGeometry, PagedAllocator, PagedScheduler, SamplingParams, SimulatedRunner
-from batchkit.threads import EngineThread
+from batchkit import (
+    Engine, EngineClosed, EngineThread, KVGeometry, PagedAllocator, PagedScheduler, SamplingParams, SimulatedRunner
+)
 
 def front(**options):
     geometry = KVGeometry(num_blocks=100_000, block_size=16, max_model_len=1_000_000, vocab_size=100)
