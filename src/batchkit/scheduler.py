@@ -153,7 +153,7 @@ class Step:
         done = seq.num_computed
         hit: Blocks = ()
         if waiting and not done:  # looked up before anything is counted
-            hit, donor = scheduler._find_hit(seq)
+            hit, donor = scheduler._find_hit(seq, leaving=evict)
             done = len(hit) * allocator.block_size
             if donor is not None:
                 more = (victim for victim in more or self._eligible(seq, victims) if victim is not donor)
@@ -626,10 +626,13 @@ class Scheduler(ABC):
             seq.num_computed = num_cached
             self.num_cached_tokens += num_cached
 
-    def _find_hit(self, seq: Sequence) -> tuple[Blocks, Sequence | None]:
+    def _find_hit(
+        self, seq: Sequence, leaving: collections.abc.Sequence[Sequence] = ()
+    ) -> tuple[Blocks, Sequence | None]:
         """Full blocks that hold the first tokens of a waiting sequence, and the sibling that has them, if one does.
 
-        At least the last token is always computed. Who asks for the prompt's log-probabilities computes all of it.
+        At least the last token is always computed. Who asks for the prompt's log-probabilities computes all of it. A
+        sibling that is `leaving` has nothing to give.
         """
         allocator = self.allocator
         hit: Blocks = ()
@@ -641,7 +644,9 @@ class Scheduler(ABC):
             return hit, None
         count = (seq.num_prompt - 1) // allocator.block_size
         for other in seq.siblings if count > len(hit) else ():
-            if other.num_computed >= count * allocator.block_size and other.id in self._running.ids:
+            if other in leaving or other.id not in self._running.ids:
+                continue
+            if other.num_computed >= count * allocator.block_size:
                 table = allocator.table(other.id)
                 if len(table) >= count:  # a held one has none once its KV cache was lost
                     return table[:count], other

@@ -218,6 +218,26 @@ def test_a_sample_whose_siblings_are_gone_computes_the_prompt_itself() -> None:
     assert rig.engine.stats().cached_tokens == 0
 
 
+def test_a_sample_may_take_the_seat_of_the_one_that_has_the_prompt() -> None:
+    class Swapping(ChunkedPrefillScheduler):
+        """In the second step, the sample that waits takes the only seat."""
+
+        turn = 0
+
+        def schedule(self, step):
+            self.turn += 1
+            if self.turn == 2:
+                (first,), (second,) = self.running, self.waiting
+                assert step.run(second, reserve=second.num_tokens, victims=[first])
+            else:
+                super().schedule(step)
+
+    rig = Rig(Swapping, blocks=64, seats=1)
+    rig.add("x", 21, n=2, max_tokens=3)
+    rig.finish()
+    assert rig.outputs["x"][-1].timings.num_preemptions == 1
+
+
 def test_timings_are_of_the_whole_request() -> None:
     rig = Rig(seats=1)
     rig.add("x", 5, n=2, max_tokens=3)
