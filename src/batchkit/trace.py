@@ -7,7 +7,7 @@ engine is closed. Times are seconds of the engine's clock. Fields of a step::
 
     step            its number, from 1
     time            when it began
-    added           requests since the last line: request, arrival, prompt_tokens, max_tokens, priority
+    added           requests since the last line: request, arrival, prompt_tokens, max_tokens, priority, n
     rows            in the order of the plan: request, seq, start, tokens; sample, samples and idle where they are not
                     0 or false; where the block table has changed: blocks, from its entry number blocks_from on
     preempted       request, and for: the one that needed its blocks, or null
@@ -19,8 +19,8 @@ engine is closed. Times are seconds of the engine's clock. Fields of a step::
     new_tokens      sampled and kept
     schedule_s, execute_s, sample_s     seconds in the policy, in the forward pass, in sampling
     error           the runner's fault, or null; the rows are then planned anew
-    ended           requests since the last line: request, reason, error, prompt_tokens, output_tokens, and the fields
-                    of `RequestTimings`
+    ended           requests since the last line: request, reason (of the first sample), error, prompt_tokens,
+                    output_tokens (of all samples), and the fields of `RequestTimings`
 
 The line of the end has ``time``, ``added`` and ``ended``. A request's id is the caller's and may come again after it
 has ended; ``seq`` never does.
@@ -88,6 +88,7 @@ class TraceWriter:
                 "prompt_tokens": len(request.prompt_token_ids),
                 "max_tokens": request.max_tokens,
                 "priority": request.priority,
+                "n": request.params.n,
             }
         )
 

@@ -54,7 +54,7 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "sample_s": NUMBER,
         "error": (str, NULL),
     },
-    "added": {"request": TEXT, "arrival": NUMBER, "prompt_tokens": int, "max_tokens": int, "priority": NUMBER},
+    "added": {"request": TEXT, "arrival": NUMBER, "prompt_tokens": int, "max_tokens": int, "priority": NUMBER, "n": int},
     "ended": {
         "request": TEXT,
         "reason": TEXT,
@@ -124,7 +124,7 @@ def traced_run(
     )
     engine = Engine(runner, scheduler, clock=clock, trace=path)
     for i in range(count):
-        params = SamplingParams(temperature=0, max_tokens=1 + 5 * i % 17)
+        params = SamplingParams(temperature=0, max_tokens=1 + 5 * i % 17, n=2 if i % 4 == 3 else 1)
         engine.add_request(tokens(f"p{i}", 1 + 3 * i % 11), params, request_id=f"r{i}", arrival=-float(i))
     outputs: list[RequestOutput] = []
     while engine.has_unfinished():
@@ -160,7 +160,8 @@ def test_what_is_read_back_is_what_happened(policy, allocator, host: int, tmp_pa
     finals = {output.request_id: output for output in outputs if output.finished}
     assert {r.request_id: r.timings for r in read.requests} == {name: o.timings for name, o in finals.items()}
     assert {r.request_id: r.finish_reason for r in read.requests} == {n: o.finish_reason for n, o in finals.items()}
-    assert {r.request_id: r.output_tokens for r in read.requests} == {n: len(o.token_ids) for n, o in finals.items()}
+    lengths = {name: sum(c.num_tokens for c in output.outputs) for name, output in finals.items()}
+    assert {r.request_id: r.output_tokens for r in read.requests} == lengths
     assert Counter(r.finish_reason for r in read.requests) == stats.finished
 
     # The steps say the same as the requests.
