@@ -252,7 +252,11 @@ def main() -> None:
     args = parser.parse_args()
 
     inner = Engine.from_pretrained(
-        args.model, dtype=args.dtype, kv_memory=args.kv_memory, max_num_seqs=args.max_num_seqs
+        args.model,
+        dtype=args.dtype,
+        kv_memory=args.kv_memory,
+        max_num_seqs=args.max_num_seqs,
+        prefix_caching=True,  # of a conversation, only the newest message is computed
     )
     engine = AsyncEngine(inner, max_waiting=args.max_waiting)
     uvicorn.run(make_app(engine, args.served_name or args.model), host=args.host, port=args.port)
