@@ -664,7 +664,7 @@ class Engine:
         before = sum(self._finished.values())
         self._apply_aborts()
         news: dict[str, LiveRequest] = {}
-        joining: list[tuple[LiveRequest, int]] = []
+        changed: list[tuple[LiveRequest, LiveSample]] = []
         num_new_tokens = 0
         for row, result in results:
             self._computed_tokens += row.num_tokens
@@ -694,12 +694,11 @@ class Engine:
             if reason is not None:
                 sample.due = reason
                 scheduler.finish(sample.seq)
-            if row.samples and live.unqueued and len(sample.seq.output) == 1:
-                # The prompt is computed; its blocks are there for the others, unless they go with this sample.
-                joining.append((live, len(live.unqueued) if reason is None else 1))
-        for live, count in reversed(joining):  # each in front of the one before
+            if len(live.samples) > 1 and (reason is not None or len(sample.seq.output) == 1):
+                changed.append((live, sample))
+        for live, sample in reversed(changed):  # each in front of the one before
             if not live.has_ended:
-                self._queue(live, count)
+                self._share(live, sample, news)
         self._generated_tokens += num_new_tokens
         self._retire(news)
         if scheduler.streams and news:
@@ -738,14 +737,36 @@ class Engine:
         """
         news = {} if news is None else news
         for seq in self._scheduler.retire():
-            live = self._live.pop(seq.id)
-            sample = live.samples[seq.index]
-            sample.reason = sample.due
+            live = self._left(seq)
             if live.has_ended:
                 news.pop(live.request.id, None)
                 self._end(live)
             else:
                 news[live.request.id] = live
+
+    def _left(self, seq: Sequence) -> LiveRequest:
+        """A finished sample has left the scheduler; whose it was."""
+        live = self._live.pop(seq.id)
+        sample = live.samples[seq.index]
+        sample.reason = sample.due
+        return live
+
+    def _share(self, live: LiveRequest, sample: LiveSample, news: dict[str, LiveRequest]) -> None:
+        """Let the other samples have the prompt that `sample` has computed.
+
+        With its first token the others are queued, and find its blocks. If it has ended, and nobody else holds the
+        prompt, the next one takes its place, so that the blocks stay. Where that is not to be, there is the prefix
+        cache; else the next one computes the prompt anew, before the others.
+        """
+        is_kept = sample.due is None or self._scheduler.allocator.prefix_caching
+        heir = None if sample.due is None else live.heir_of(sample)
+        if heir is not None and self._scheduler.hand_over(sample.seq, heir.seq):
+            is_kept = True
+            if live.unqueued and heir is live.unqueued[0]:
+                self._live[live.unqueued.popleft().seq.id] = live
+            news[self._left(sample.seq).request.id] = live
+        if live.unqueued and len(sample.seq.output) == 1:
+            self._queue(live, len(live.unqueued) if is_kept else 1)
 
     def _fail(self, live: LiveRequest, error: str) -> None:
         live.error = error

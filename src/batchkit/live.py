@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from .errors import RunnerError
-from .sequence import Sequence
+from .sequence import Sequence, Status
 from .text import OutputText
 from .types import Completion, FinishReason, Request, RequestOutput, RequestTimings, RowResult, TokenLogprobs
 
@@ -29,6 +29,8 @@ class LiveSample:
         "_logprobs",
         "_num_delivered",
         "_num_pieces_delivered",
+        "_quiet",
+        "_quiet_at",
         "due",
         "is_delivered",
         "reason",
@@ -47,6 +49,9 @@ class LiveSample:
         self._cumulative_logprob = 0.0
         self._num_delivered = 0
         self._num_pieces_delivered = 0
+        # Of many samples few have news in a step: what a step costs is not to grow with all of them.
+        self._quiet: Completion | None = None
+        self._quiet_at: tuple[int, int, FinishReason | None] | None = None
 
     def append(self, result: RowResult) -> None:
         """Take the token of a row that sampled."""
@@ -59,8 +64,11 @@ class LiveSample:
         self.seq.output.append(token)
 
     def completion(self) -> Completion:
-        """All of it, with what is new since the last call."""
+        """All of it, with what is new since the last call; the same object while nothing is."""
         ids, pieces = self.seq.output, self.text.pieces if self.text else ()
+        news = (len(ids), len(pieces), self.reason)
+        if self._quiet is not None and news == self._quiet_at:
+            return self._quiet
         completion = Completion(
             index=self.seq.index,
             ids=ids,
@@ -71,6 +79,10 @@ class LiveSample:
             logprobs=self._logprobs,
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
         )
+        if news == self._quiet_at:  # delivered with the last call
+            self._quiet = completion
+        else:
+            self._quiet, self._quiet_at = None, news
         self._num_delivered, self._num_pieces_delivered = len(ids), len(pieces)
         self.is_delivered = self.reason is not None
         return completion
@@ -128,6 +140,13 @@ class LiveRequest:
     def has_ended(self) -> bool:
         """Whether all samples have."""
         return all(sample.reason is not None for sample in self.samples)
+
+    def heir_of(self, sample: LiveSample) -> LiveSample | None:
+        """The next sample that has nothing computed and could take over what `sample` holds; None if another runs."""
+        if any(other is not sample and other.seq.status is Status.RUNNING for other in self.samples):
+            return None
+        waiting = (o for o in self.samples if o.seq.status is Status.WAITING and not o.seq.num_computed)
+        return next(waiting, None)
 
     def take_prompt_logprobs(self, given: Mapping[int, TokenLogprobs] | None, num_computed: int) -> None:
         """Take what a row gave; by position, so that what is computed again is no harm.

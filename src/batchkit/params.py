@@ -6,10 +6,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["LogitsProcessor", "SamplingParams", "StructuredOutputsParams", "integer"]
+__all__ = ["MOST_SAMPLES", "LogitsProcessor", "SamplingParams", "StructuredOutputsParams", "integer"]
+
+MOST_SAMPLES = 1024
+"""The largest ``n``: what a step costs grows with the samples of each request. For more, send more requests."""
 
 LogitsProcessor = Callable[[Sequence[int], Sequence[int], Any], Any]
 """``(prompt_ids, output_ids, logits) -> logits``, of one row: a float32 tensor [vocabulary], before the penalties.
@@ -20,11 +23,17 @@ and after a preemption or a failed step again for the same one, so that it must 
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if math.isnan(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(
+            f"{name} must be a number that a float can hold, got one of {len(str(value))} digits"
+        ) from None
+    if math.isnan(number):
         raise ValueError(f"{name} must be a number, got NaN")
-    return float(value)
+    return number
 
 
 def integer(name: str, value: object) -> int:
@@ -124,7 +133,8 @@ class SamplingParams:
     warpers: temperature, top_k, top_p, min_p. The most probable token always survives them.
 
     Args:
-        n: samples of the prompt. Sample i is the same whatever n is; the prompt is computed once.
+        n: samples of the prompt, at most `MOST_SAMPLES`. Sample i is the same whatever n is. The prompt is computed
+            once, unless preemption takes it from all of them, or the policy or the allocator cannot share.
         max_tokens: the most tokens to generate. None: as many as the model's length and the KV pool allow, whichever is
             less; reaching either is finish reason ``"length"``. 0 generates nothing: with `prompt_logprobs` it scores
             the prompt, which may then be as long as the model allows; without, it only computes it. Either ends with
@@ -200,19 +210,25 @@ class SamplingParams:
         def put(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
+        for name in ("stop", "bad_words", "stop_token_ids", "logits_processors"):
+            if getattr(self, name) is None:  # clients pass through what they were not given
+                put(name, ())
         put("stop", _strings("stop", "a stop string", (self.stop,) if isinstance(self.stop, str) else self.stop))
         put("bad_words", _strings("bad_words", "a bad word", self.bad_words))
         ids = _items("stop_token_ids", self.stop_token_ids)
-        put("stop_token_ids", tuple(integer("a stop token id", token) for token in ids))
+        put("stop_token_ids", tuple(integer("a token id of stop_token_ids", token) for token in ids))
         if self.allowed_token_ids is not None:
             ids = _items("allowed_token_ids", self.allowed_token_ids)
-            put("allowed_token_ids", tuple(integer("an allowed token id", token) for token in ids))
+            put("allowed_token_ids", tuple(integer("a token id of allowed_token_ids", token) for token in ids))
             if not ids:
                 raise ValueError("allowed_token_ids must have at least one token, got none")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise TypeError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
-            bias = {integer("a token id of logit_bias", t): _number("a bias", b) for t, b in self.logit_bias.items()}
+            bias = {
+                integer("a token id of logit_bias", t): _number("a value of logit_bias", b)
+                for t, b in self.logit_bias.items()
+            }
             for token, value in bias.items():
                 if not -100 <= value <= 100:
                     raise ValueError(f"logit_bias must be in [-100, 100], got {value} for token {token}")
@@ -223,20 +239,24 @@ class SamplingParams:
                 raise TypeError(f"a logits processor must be a function of (prompt, output, logits), got {processor!r}")
 
     def _check_counts(self) -> None:
-        if integer("n", self.n) < 1:
-            raise ValueError(f"n must be at least 1, got {self.n}")
-        if self.max_tokens is not None and integer("max_tokens", self.max_tokens) < 0:
+        for name in ("n", "max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "seed"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, integer(name, getattr(self, name)))
+        for name in ("n", "min_tokens", "top_k"):
+            if getattr(self, name) is None:
+                raise TypeError(f"{name} must be an integer, got None")
+        if not 1 <= self.n <= MOST_SAMPLES:
+            raise ValueError(f"n must be in [1, {MOST_SAMPLES}], got {self.n}")
+        if self.max_tokens is not None and self.max_tokens < 0:
             raise ValueError(f"max_tokens must be at least 1, or 0 to generate nothing, got {self.max_tokens}")
-        if integer("min_tokens", self.min_tokens) < 0:
+        if self.min_tokens < 0:
             raise ValueError(f"min_tokens must be at least 0, got {self.min_tokens}")
-        if integer("top_k", self.top_k) < -1:
+        if self.top_k < -1:
             raise ValueError(f"top_k must be at least 1, or 0 or -1 to keep all tokens, got {self.top_k}")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
-            if count is not None and integer(name, count) < -1:
+            if count is not None and count < -1:
                 raise ValueError(f"{name} must be at least 0, or -1 for all tokens, got {count}")
-        if self.seed is not None:
-            integer("seed", self.seed)
 
     def _check_numbers(self) -> None:
         if _number("temperature", self.temperature) < 0 or math.isinf(self.temperature):

@@ -288,6 +288,7 @@ _FINAL = (
     "add",
     "finish",
     "abort",
+    "hand_over",
     "retire",
     "next_step",
     "copies_done",
@@ -538,6 +539,35 @@ class Scheduler(ABC):
         self._held[seq.id] = seq
 
     @final
+    def hand_over(self, seq: Sequence, heir: Sequence) -> bool:
+        """Let a finished sequence go, and one with the same prompt that has nothing have its seat and its blocks.
+
+        The heir, which waits or has not been added, goes on from the prompt's last token: it is computed again for its
+        logits, and with it the last block of the prompt is written.
+
+        Returns:
+            False: nothing has changed. The policy keeps `seq`, or others might find that block.
+        """
+        allocator = self.allocator
+        if seq.id in self._released or allocator.prefix_caching or not allocator.shares_blocks:
+            return False
+        if not self.may_leave(seq):
+            return False
+        allocator.rename(seq.id, heir.id)
+        if heir.id in self._waiting.ids:
+            self._waiting.remove(heir)
+        del self._held[seq.id]
+        self._running.remove(seq)
+        self._running.append(heir)
+        heir.seat, seq.seat = seq.seat, -1
+        heir.status, seq.status = Status.RUNNING, Status.FINISHED
+        heir.num_computed = heir.num_prompt - 1
+        if not heir.num_preemptions:
+            heir.num_cached = heir.num_computed
+        self.num_cached_tokens += heir.num_computed
+        return True
+
+    @final
     def retire(self) -> list[Sequence]:
         """Let every held sequence go that may leave; they give up seats and blocks, and are returned."""
         if not self._held:
@@ -636,14 +666,14 @@ class Scheduler(ABC):
         """
         allocator = self.allocator
         hit: Blocks = ()
+        if not allocator.shares_blocks:
+            return hit, None
         params = seq.request.params
         if allocator.prefix_caching and (params.prompt_logprobs is None or seq.index):
             known = seq.num_tokens
             hit = allocator.match(seq.token_ids(0, known), known - 1, seq.request.cache_salt)
-        if not seq.siblings or not allocator.shares_blocks:
-            return hit, None
         count = (seq.num_prompt - 1) // allocator.block_size
-        for other in seq.siblings if count > len(hit) else ():
+        for other in seq.samples if count > len(hit) else ():
             if other in leaving or other.id not in self._running.ids:
                 continue
             if other.num_computed >= count * allocator.block_size:

@@ -45,7 +45,8 @@ class Sequence:
         num_preemptions: how often it lost its blocks.
         num_cached: tokens whose KV it found, in the prefix cache or with a sibling, on its first admission.
         num_recomputed: tokens whose KV was thrown away by preemption.
-        siblings: the other samples of the request, by index, whether they live or not.
+        samples: all samples of the request by index, this one among them, whether they live or not; empty if there is
+            only this one.
     """
 
     __slots__ = (
@@ -58,8 +59,8 @@ class Sequence:
         "num_recomputed",
         "output",
         "request",
+        "samples",
         "seat",
-        "siblings",
         "status",
     )
 
@@ -75,14 +76,14 @@ class Sequence:
         self.num_preemptions = 0
         self.num_cached = 0
         self.num_recomputed = 0
-        self.siblings: tuple[Sequence, ...] = ()
+        self.samples: tuple[Sequence, ...] = ()
 
     @classmethod
-    def samples_of(cls, request: Request) -> list[Sequence]:
+    def samples_of(cls, request: Request) -> tuple[Sequence, ...]:
         """The sequences of a request, one for each sample, which know each other."""
-        samples = [cls(request, index) for index in range(request.params.n)]
-        for seq in samples:
-            seq.siblings = tuple(other for other in samples if other is not seq)
+        samples = tuple([cls(request, index) for index in range(request.params.n)])
+        for seq in samples[: len(samples) if len(samples) > 1 else 0]:
+            seq.samples = samples
         return samples
 
     @property

@@ -235,7 +235,8 @@ class TrueLengths(ModelRunner):
 
     A policy sees ``max_tokens`` and reserves by it; what happens is another number. This wrapper, around a simulated
     or a real runner alike, replaces the last token by one that ends the request, and any earlier such token by one
-    that does not. The request needs something that ends it: an EOS token, or a stop token id.
+    that does not. The request needs something that ends it: an EOS token, or a stop token id. The log-probability of a
+    token that was put in another's place is NaN, with rank 0.
 
     Args:
         runner: computes.
@@ -266,10 +267,14 @@ class TrueLengths(ModelRunner):
         if row.num_output + 1 >= length and length < row.request.max_tokens:
             if not stops:
                 return replace(result, error=f"no token ends request {row.request.id!r} after {length} tokens")
-            return replace(result, token_ids=(min(stops),))
+            return _with_token(result, min(stops))
         if result.token_ids[0] not in stops:
             return result
-        return replace(result, token_ids=(next(t for t in range(len(stops) + 1) if t not in stops),))
+        return _with_token(result, next(t for t in range(len(stops) + 1) if t not in stops))
+
+    @override
+    def check_request(self, request: Request) -> None:
+        self._runner.check_request(request)
 
     @override
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
@@ -286,6 +291,14 @@ class TrueLengths(ModelRunner):
     @override
     def close(self) -> None:
         self._runner.close()
+
+
+def _with_token(result: RowResult, token: int) -> RowResult:
+    """The result with another token, whose log-probability is not known unless it is among those given."""
+    logprobs = result.logprobs
+    if logprobs is not None and token not in logprobs[0]:
+        logprobs = ({**logprobs[0], token: Logprob(math.nan, 0)},)
+    return replace(result, token_ids=(token,), logprobs=logprobs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

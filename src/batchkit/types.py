@@ -390,7 +390,7 @@ class RequestOutput:
         outputs: one `Completion` for each of the ``n`` samples, by index.
         finished: nothing follows, of any sample.
         timings: see `RequestTimings`.
-        error: what went wrong, with finish reason ``"error"``.
+        error: what went wrong. Samples that were not done have finish reason ``"error"``; one that was keeps its own.
         prompt: the prompt's text, if it was given as text.
         position: of the prompt among those of `Engine.generate` or `Engine.stream`, counted from 0.
         prompt_logprobs: one for each token of the prompt, None for the first, if `SamplingParams.prompt_logprobs` asks
@@ -474,9 +474,9 @@ class EngineStats:
         num_steps: steps that had rows or copies.
         num_waiting, num_running: sequences now.
         num_free_blocks: blocks that may be given out now.
+        num_cached_blocks: of those, blocks that hold a cached prefix.
         peak_used_blocks: the most blocks that were held while rows were computed.
         num_preemptions: how often a sequence lost its blocks.
-        num_cached_blocks: of those, blocks that hold a cached prefix.
         prompt_tokens, generated_tokens: of requests that have been scheduled, each counted once.
         cached_tokens: tokens that went not through the model, because their KV was found: in the prefix cache, or with
             another sample of the same request.

@@ -1,5 +1,7 @@
 """Several samples of one prompt: they share its blocks, and each is what it is without the others."""
 
+from itertools import pairwise
+
 import pytest
 
 from batchkit import (
@@ -97,15 +99,55 @@ def test_samples_go_before_those_that_wait() -> None:
     assert rig.history[:2] == ["first5 second5 third5", "first1"]
 
 
-@pytest.mark.parametrize("policy", [*PREEMPTING, StaticScheduler])
-def test_the_first_ends_with_its_first_token(policy) -> None:
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("prompt", [1, 12, 13])
+@pytest.mark.parametrize("policy", [*PREEMPTING, OrcaScheduler, StaticScheduler])
+def test_the_first_ends_with_its_first_token(policy, prompt, prefix_caching) -> None:
     """VLLM-11953: the others are delivered all the same, one prompt's blocks and their tails still suffice."""
-    rig = Rig(policy, blocks=64, script={"x/0": [7], "x/1": [7]}, eos=(7,))
-    rig.add("x", 13, n=4, max_tokens=5)
+    rig = Rig(policy, blocks=64, script={"x/0": [7], "x/1": [7]}, eos=(7,), prefix_caching=prefix_caching)
+    rig.add("x", prompt, n=4, max_tokens=5)
     (final,) = rig.finish().values()
     assert [len(c.token_ids) for c in final.outputs[:2]] == [1, 1]
-    assert rig.engine.stats().peak_used_blocks <= most_blocks(13, 5, 4, 4)
+    assert rig.engine.stats().peak_used_blocks <= most_blocks(prompt, 5, 4, 4)
     assert len({c.token_ids for c in final.outputs[2:]}) == 2
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("policy", [*PREEMPTING, OrcaScheduler])
+@pytest.mark.parametrize("blocks", [6, 64])
+def test_samples_of_one_token_compute_the_prompt_once(policy, prefix_caching, blocks) -> None:
+    """Votes: each sample ends with its first token, and the next ones have the prompt all the same."""
+    rig = Rig(policy, blocks=blocks, block_size=4, seats=None if blocks > 6 else 6, prefix_caching=prefix_caching)
+    rig.add("x", 23, n=8, max_tokens=1)
+    rig.finish()
+    computed = [sum(row.num_tokens for row in out.rows) for out in rig.runner.outs]
+    assert computed[0] == 23 and sum(computed) <= 23 + 7 * 3
+    if blocks > 6:
+        assert len(computed) <= 3
+
+
+def test_a_prompt_that_is_not_the_first_to_end_is_handed_on_under_faults_too() -> None:
+    rig = Rig(ChunkedPrefillScheduler, blocks=16, host_blocks=8)
+    failing = iter([False, True] * 20)
+
+    def fail(out):
+        if next(failing, False):
+            raise OSError("now and then")
+
+    rig.runner.before = fail
+    for name in "abc":
+        rig.add(name, 9, n=5, max_tokens=1, logprobs=0)
+    rig.finish()
+
+
+def test_what_a_step_costs_does_not_grow_with_samples_that_have_ended() -> None:
+    rig = Rig(seats=2)
+    rig.add("x", 2, n=60, max_tokens=3)
+    rig.finish()
+    completions = [output.outputs for output in rig.outputs["x"]]
+    for before, after in pairwise(completions):
+        quiet = [c for c in after if not c.new_token_ids and c.finish_reason]
+        assert sum(any(c is other for other in before) for c in quiet) >= len(quiet) - 4
 
 
 @pytest.mark.parametrize("policy", PREEMPTING)
@@ -211,8 +253,15 @@ def test_samples_after_the_kv_cache_is_lost() -> None:
     assert lost == [2, 4]
 
 
-def test_a_sample_whose_siblings_are_gone_computes_the_prompt_itself() -> None:
+def test_the_prompt_is_handed_on_where_samples_run_one_by_one() -> None:
     rig = Rig(seats=1)
+    rig.add("x", 9, n=3, max_tokens=3)
+    rig.finish()
+    assert rig.engine.stats().cached_tokens == 2 * 8
+
+
+def test_a_sample_whose_siblings_hold_nothing_computes_the_prompt_itself() -> None:
+    rig = Rig(seats=1, allocator=ContiguousAllocator, policy=OrcaScheduler)
     rig.add("x", 9, n=3, max_tokens=3)
     rig.finish()
     assert rig.engine.stats().cached_tokens == 0

@@ -54,7 +54,14 @@ SCHEMA: dict[str, dict[str, Any]] = {
         "sample_s": NUMBER,
         "error": (str, NULL),
     },
-    "added": {"request": TEXT, "arrival": NUMBER, "prompt_tokens": int, "max_tokens": int, "priority": NUMBER, "n": int},
+    "added": {
+        "request": TEXT,
+        "arrival": NUMBER,
+        "prompt_tokens": int,
+        "max_tokens": int,
+        "priority": NUMBER,
+        "n": int,
+    },
     "ended": {
         "request": TEXT,
         "reason": TEXT,

@@ -129,6 +129,10 @@ class BlockAllocator(ABC):
         """Row k of a beam group goes on from row ``parents[k]``. The default knows no beam groups."""
         raise NotImplementedError(f"{type(self).__name__} knows no beam groups")
 
+    def rename(self, old: int, new: int) -> None:
+        """Give the table of sequence `old` to `new`, which has none. Only where `shares_blocks`."""
+        raise NotImplementedError(f"{type(self).__name__} shares no blocks")
+
     def forget(self) -> None:  # noqa: B027
         """Empty the prefix index: what the blocks held is no longer true. The default has none."""
 

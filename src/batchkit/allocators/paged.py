@@ -177,6 +177,12 @@ class PagedAllocator(BlockAllocator):
             index.leave(seq_id)
 
     @override
+    def rename(self, old: int, new: int) -> None:
+        self._tables[new] = self._tables.pop(old)
+        if self._index is not None:
+            self._index.leave(old)
+
+    @override
     def match(self, token_ids: Sequence[int], limit: int, salt: str | None = None) -> tuple[int, ...]:
         return () if self._index is None else self._index.match(token_ids, limit, salt)
 
