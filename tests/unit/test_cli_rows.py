@@ -64,7 +64,7 @@ BAD_LINES = {
     "top_p": (json.dumps(prompt(top_p=1.5)), "top_p must be in (0, 1], got 1.5"),
     "flag of a wrong type": (json.dumps(prompt(ignore_eos="no")), "ignore_eos must be True or False"),
     "stop of a wrong type": (json.dumps(prompt(stop=5)), "stop must be a sequence, got 5"),
-    "stop id of a wrong type": (json.dumps(prompt(stop_token_ids=["x"])), "a stop token id must be an integer"),
+    "stop id of a wrong type": (json.dumps(prompt(stop_token_ids=["x"])), "a token id of stop_token_ids must be an integer"),
     "fails while it runs": (json.dumps(prompt("!")), "the device is on fire"),
 }
 

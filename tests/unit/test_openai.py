@@ -80,7 +80,7 @@ REFUSED = [
     (True, {"logprobs": 2}, "logprobs of a chat must be true or false, got 2"),
     (True, {"top_logprobs": 2}, "top_logprobs is 2, which needs logprobs to be true"),
     (False, {"logprobs": True}, "logprobs must be an integer, got True"),
-    (True, {"n": 0}, "n must be at least 1, got 0"),
+    (True, {"n": 0}, r"n must be in \[1, 1024\], got 0"),
     (True, {"temperature": "hot"}, "temperature must be a number, got 'hot'"),
     (True, {"logit_bias": {"x": 1}}, 'a key of logit_bias must be a token id, got "x"'),
     (True, {"logit_bias": {"3": 101}}, r"logit_bias must be in \[-100, 100\], got 101"),
