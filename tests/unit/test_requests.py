@@ -1,10 +1,20 @@
 """What else a request may ask for: an end in time, prefixes of its own, words that are not to come; and callbacks."""
 
 import math
+from fractions import Fraction
 
 import pytest
 
-from batchkit import ChunkedPrefillScheduler, DynamicScheduler, OrcaScheduler, RequestError, SamplingParams
+from batchkit import (
+    ChunkedPrefillScheduler,
+    DynamicScheduler,
+    Engine,
+    OrcaScheduler,
+    PagedAllocator,
+    RequestError,
+    SamplingParams,
+    TrueLengths,
+)
 from unit.helpers import PAIRS, Bytes, Pieces, Rig, eager, tokens
 
 # ---- timeouts ------------------------------------------------------------------------------------------------------
@@ -198,3 +208,43 @@ def test_a_callback_that_raises_fails_its_own_result_alone() -> None:
     assert [len(c.token_ids) for c in results[1].outputs] == [3, 3]
     with pytest.raises(TypeError, match="on_output must be a function"):
         rig.engine.generate([[1]], on_output=3)
+
+
+# ---- parameters as they come ---------------------------------------------------------------------------------------
+
+
+class Whole(int):
+    """Stands for the integers of other libraries."""
+
+
+def test_what_clients_pass_through_is_taken() -> None:
+    params = SamplingParams(stop=None, bad_words=None, stop_token_ids=None, logits_processors=None)
+    assert params == SamplingParams()
+    params = SamplingParams(n=Whole(2), seed=Whole(5), top_k=Whole(3), logprobs=Whole(0), temperature=Fraction(1, 2))
+    assert all(type(getattr(params, name)) is int for name in ("n", "seed", "top_k", "logprobs"))
+
+
+def test_true_lengths_hands_on_checks_and_scores() -> None:
+    rig = Rig(eos=(7,))
+    rig.runner.check_request = lambda request: (_ for _ in ()).throw(RequestError("not this one"))
+    runner = TrueLengths(rig.runner, lambda request: 3)
+    with pytest.raises(RequestError, match="not this one"):
+        runner.check_request(None)
+    del rig.runner.check_request
+    engine = Engine(runner, OrcaScheduler(PagedAllocator(64, 4)))
+    (output,) = engine.generate([[1, 2]], SamplingParams(max_tokens=9, logprobs=0))
+    assert output.finish_reason == "stop" and len(output.token_ids) == 3
+    *known, last = output.outputs[0].logprobs
+    assert all(entry[token].rank == 1 for entry, token in zip(known, output.token_ids, strict=False))
+    assert math.isnan(last[7].logprob)
+
+
+def test_an_allocator_that_shares_nothing_gets_no_hit() -> None:
+    class Alone(PagedAllocator):
+        shares_blocks = False
+
+    rig = Rig(OrcaScheduler, allocator=Alone, prefix_caching=True)
+    for name in "ab":
+        rig.add(name, tokens("same", 9), n=2)
+        rig.run()
+    rig.finish()
