@@ -111,10 +111,11 @@ class PendingRequest(Future[RequestOutput]):
     @override
     def cancel(self) -> bool:
         """Abort the request. Returns whether the future is cancelled, False if it has its result already."""
-        is_cancelled = super().cancel()
-        if is_cancelled:
-            self._on_cancel(self)
-        return is_cancelled
+        try:
+            return super().cancel()
+        finally:
+            if self.cancelled():  # even if a callback raised
+                self._on_cancel(self)
 
 
 class RequestStream(Iterator[RequestOutput]):
@@ -180,7 +181,8 @@ class EngineThread:
     later calls raise `EngineClosed` with the error as its cause.
 
     Use it as a context manager, or call `close`. One that is forgotten does not keep the interpreter from exiting:
-    what it runs is aborted then. After a fork the child has no such thread, and `submit` says so there.
+    what it runs is aborted then. After a fork the child has no such thread, and `submit` says so there; but a future or
+    a stream of before the fork, waited for in the child, waits forever: wait in the parent.
 
     Args:
         engine: a fresh or idle one. Nobody else may step it or add to it; its questions (`Engine.stats`,
@@ -258,9 +260,11 @@ class EngineThread:
         Raises:
             EngineFull: there was no room.
             EngineClosed: `close` was called, before or while it waited, or the engine has failed.
-            ValueError: a time is out of its range.
+            ValueError, TypeError: a time is out of its range, or is no number.
         """
-        limit = 0.0 if self._is_own_thread() else patience(max_wait_s, timeout_s)
+        limit = patience(max_wait_s, timeout_s)
+        if self._is_own_thread():
+            limit = 0.0
         request = self.enqueue(prompt, params, on_output=on_output, timeout_s=timeout_s, **options)
         try:
             request.accepted.result(limit)
@@ -289,9 +293,7 @@ class EngineThread:
         Args, and what it raises: as `submit`, without EngineFull.
         """
         if timeout_s is not None:
-            check_number("timeout_s", timeout_s)
-            if not 0 < timeout_s < math.inf:
-                raise ValueError(f"timeout_s must be finite and above 0 seconds, got {timeout_s}")
+            timeout_s = _seconds("timeout_s", timeout_s, above_0=True)
         request = PendingRequest(
             prompt,
             params,
@@ -338,14 +340,21 @@ class EngineThread:
         return RequestStream(request, outputs, self._check_may_wait, self._post_abandon)
 
     def abort(self, request_id: str) -> None:
-        """End a request with finish reason ``"abort"``, which its future and stream get; an unknown id is nothing."""
+        """End a request with finish reason ``"abort"``, which its future and stream get; an unknown id is nothing.
+
+        Raises:
+            TypeError: the id is no text.
+        """
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {request_id!r}")
         self._mailbox.put(partial(self._abort_id, request_id))
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Call a function with the engine in the engine's thread, between two steps.
 
         For what may not happen while a step runs, such as changing the weights or using the model otherwise. It may
-        not step or close the engine, nor add to it.
+        not step the engine nor add to it: whoever waits for an output that it takes waits forever. If it closes the
+        engine, this is closed, and what ran gets `EngineClosed`.
 
         Returns:
             The future of what it returns, or raises.
@@ -375,9 +384,14 @@ class EngineThread:
         return self._engine
 
     @property
+    def max_waiting(self) -> int | None:
+        """The bound that it was given, None for none."""
+        return self._max_waiting
+
+    @property
     def is_open(self) -> bool:
         """Whether it takes requests: it is neither closed nor closing, and has not failed."""
-        return self._stage is _Stage.OPEN
+        return self._stage is _Stage.OPEN and not self._engine._closed
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None, wait: bool = True) -> None:
         """End the thread, and close the engine. Idempotent.
@@ -390,7 +404,12 @@ class EngineThread:
             timeout_s: drain no longer than this; then abort. Default: as long as it takes.
             wait: return when the thread has ended. False returns at once and leaves `timeout_s` unheeded; in the
                 engine's own thread there is no waiting.
+
+        Raises:
+            ValueError, TypeError: `timeout_s` is not finite and at least 0, or is no number; nothing is closed.
         """
+        if timeout_s is not None:
+            timeout_s = min(_seconds("timeout_s", timeout_s), threading.TIMEOUT_MAX)
         if os.getpid() != self._process:
             return
         self._raise_stage(_Stage.DRAINING if drain else _Stage.ABORTING)
@@ -463,12 +482,16 @@ class EngineThread:
         failure: BaseException | None = None
         try:
             self._serve()
+        except EngineClosed as error:
+            if not self._engine._closed:
+                failure = error
         except BaseException as error:
             failure = error
         self._end(failure)
 
     def _serve(self) -> None:
-        while True:
+        """Until the end is asked for, or somebody has closed the engine itself."""
+        while not self._engine._closed:
             stage = self._stage  # read first: all that was submitted before it rose is in the mailbox by now
             has_news = self._read_mailbox()
             if self._let_in():
@@ -520,13 +543,13 @@ class EngineThread:
             self._mailbox.get(timeout=min(max(due - clock(), 0.0), threading.TIMEOUT_MAX))()
 
     def _add(self, request: PendingRequest) -> None:
-        name = request.options.get("request_id")
-        earlier = None if name is None else self._requests.get(name)
-        if earlier is not None and earlier.is_ending:
-            self._mailbox.put(partial(self._add, request))  # the next step gives the last output of the earlier one
-            return
         fault: BaseException | None = None
         try:
+            name = request.options.get("request_id")
+            earlier = self._requests.get(name) if isinstance(name, str) else None
+            if earlier is not None and earlier.is_ending:
+                self._mailbox.put(partial(self._add, request))  # the next step gives the last output of the earlier one
+                return
             if self._stage is _Stage.CLOSED:
                 raise self._closed()
             if earlier is not None:  # it may be due to time out, which the engine knows before this thread does
@@ -565,14 +588,16 @@ class EngineThread:
 
     def _abandon(self, request: PendingRequest) -> None:
         if not request.cancelled():
-            request.cancel()  # which comes back here, unless it has its result
+            with _callbacks_survived():
+                request.cancel()  # which comes back here, unless it has its result
             return
         with self._lock:
             stood_in_queue = request in self._entrants
             if stood_in_queue:
                 self._entrants.remove(request)
         if stood_in_queue:
-            request.accepted.cancel()
+            with _callbacks_survived():
+                request.accepted.cancel()
             _settle(request.accepted)
             _settle(request)
         elif request.request_id is not None and self._requests.get(request.request_id) is request:
@@ -624,26 +649,46 @@ class EngineThread:
         self._read_mailbox()
 
 
+@contextmanager
+def _callbacks_survived() -> Iterator[None]:
+    """Around what calls the callbacks of a future."""
+    try:
+        yield
+    except BaseException:  # concurrent.futures has caught, and logged, every Exception of a callback
+        logger.warning("a callback of a future raised", exc_info=True)
+
+
 def _settle(future: Future[Any], result: object = None, error: BaseException | None = None) -> None:
     """Give a future its result, or the error if there is one, or tell who waits that it is cancelled. Once for each."""
-    try:
+    with _callbacks_survived():
         if not future.set_running_or_notify_cancel():
             return
         if error is None:
             future.set_result(result)
         else:
             future.set_exception(error)
-    except BaseException:  # of a callback; concurrent.futures has caught, and logged, every Exception
-        logger.warning("a callback of a future raised", exc_info=True)
 
 
 def patience(max_wait_s: float | None, timeout_s: float | None) -> float | None:
-    """How long to wait for room."""
+    """How long to wait for room, and no longer than Python can wait."""
+    limits = []
     if max_wait_s is not None:
-        check_number("max_wait_s", max_wait_s)
-        if not 0 <= max_wait_s < math.inf:
-            raise ValueError(f"max_wait_s must be finite and at least 0 seconds, got {max_wait_s}")
-    return min((limit for limit in (max_wait_s, timeout_s) if limit is not None), default=None)
+        limits.append(_seconds("max_wait_s", max_wait_s))
+    if timeout_s is not None:
+        limits.append(_seconds("timeout_s", timeout_s, above_0=True))
+    return min(*limits, threading.TIMEOUT_MAX) if limits else None
+
+
+def _seconds(name: str, value: float, *, above_0: bool = False) -> float:
+    """A length of time, checked."""
+    check_number(name, value)
+    try:
+        seconds = float(value)
+    except OverflowError:  # an integer beyond every float
+        seconds = math.inf
+    if not 0 <= seconds < math.inf or (above_0 and seconds == 0):
+        raise ValueError(f"{name} must be finite and {'above' if above_0 else 'at least'} 0 seconds, got {seconds}")
+    return seconds
 
 
 def no_room(waited_s: float | None) -> EngineFull:

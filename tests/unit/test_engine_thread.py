@@ -210,6 +210,49 @@ def test_bad_arguments_are_refused_at_the_call() -> None:
     other.finish()  # and the engine is as it was
 
 
+@pytest.mark.parametrize("options", [{"request_id": []}, {"request_id": {}}, {"request_id": 7}, {"nice": 1}])
+def test_a_bad_argument_is_the_error_of_its_request_alone(options: dict[str, Any]) -> None:
+    with Front(Rig(PagedScheduler)) as front:
+        for ask in (front.submit, front.enqueue):
+            with pytest.raises(TypeError, match=next(iter(options))):
+                result(ask([1], SamplingParams(), **options))
+        assert result(front.ask("other")).token_ids == front.alone("other")
+    front.assert_has_ended()
+
+
+@pytest.mark.parametrize("wrong", [[], {}, 7, None, b"id"])
+def test_an_abort_of_what_is_no_id_is_refused_at_the_call(wrong: Any) -> None:
+    with Front(Rig(PagedScheduler)) as front:
+        with pytest.raises(TypeError, match="request_id must be a string"):
+            front.abort(wrong)
+        assert result(front.ask("other")).token_ids == front.alone("other")
+    front.assert_has_ended()
+
+
+@pytest.mark.parametrize(
+    "times", [{"max_wait_s": 1e12}, {"timeout_s": 1e300}, {"max_wait_s": 1e300, "timeout_s": 1e12}]
+)
+def test_a_wait_may_be_longer_than_python_can_wait(times: dict[str, float]) -> None:
+    rig = Rig(PagedScheduler, seats=1)
+    gate = Gate(rig)
+    with Front(rig, max_waiting=1) as front:
+        front.ask("running")
+        gate.wait()
+        front.ask("waiting")
+        patient = in_thread(front.ask, "patient", options=times)
+        wait_for_entrants(front, 1)
+        gate.open()
+        assert result(result(patient)).token_ids == front.alone("patient")
+    front.assert_has_ended()
+
+
+def test_a_time_beyond_every_float_is_refused_at_the_call() -> None:
+    with Front(Rig(PagedScheduler), max_waiting=1) as front:
+        for name in ("max_wait_s", "timeout_s"):
+            with pytest.raises(ValueError, match=f"{name} must be finite"):
+                front.submit([1], None, **{name: 10**400})  # type: ignore[arg-type]
+
+
 # ------------------------------------------------------------------------------- cancelling
 
 
@@ -652,6 +695,81 @@ def test_on_step_may_close() -> None:
     front.assert_has_ended()
 
 
+@pytest.mark.parametrize(
+    ("timeout_s", "error"),
+    [("x", TypeError), (True, TypeError), (float("nan"), ValueError), (-1, ValueError), (float("inf"), ValueError)],
+)
+def test_a_bad_time_to_close_in_closes_nothing(timeout_s: Any, error: Any) -> None:
+    with Front(Rig(PagedScheduler)) as front:
+        for wait in (True, False):
+            with pytest.raises(error, match=f"timeout_s must .*got '?{timeout_s}"):
+                front.close(timeout_s=timeout_s, wait=wait)
+        assert front.is_open
+        assert result(front.ask("after")).token_ids == front.alone("after")
+    front.assert_has_ended()
+
+
+def test_a_drain_may_be_given_longer_than_python_can_wait() -> None:
+    front = Front(Rig(PagedScheduler))
+    future = front.ask("drained")
+    front.close(timeout_s=1e300)
+    assert future.result(0).finish_reason == "length"
+    front.assert_has_ended()
+
+
+@pytest.mark.parametrize("by", ["call", "on_output", "a callback of a future", "on_step", "another thread"])
+def test_who_closes_the_engine_itself_closes_the_front(by: str) -> None:
+    armed: list[str] = []
+
+    def close_if(where: str) -> None:
+        if where in armed:
+            armed.clear()
+            close()
+
+    rig = Rig(PagedScheduler, seats=2, on_step=lambda report: close_if("on_step"))
+    gate = Gate(rig)
+    front = Front(rig, max_waiting=1)
+    close = rig.engine.close
+    deliver = front._deliver
+
+    def deliver_late(output: Any) -> None:
+        result(in_thread(close_if, "another thread"))
+        deliver(output)
+
+    front._deliver = deliver_late  # type: ignore[method-assign]
+    running = front.submit([1, 2], SamplingParams(max_tokens=100), on_output=lambda _: close_if("on_output"))
+    gate.wait()
+    short = front.ask("short", max_tokens=1)
+    gate.let_one()
+    reading = in_thread(list, front.stream(*front.job("waiting")))
+    blocked = in_thread(front.ask, "blocked")
+    wait_for_entrants(front, 1)
+    armed.append(by)
+    if by == "call":
+        closing = front.call(lambda engine: engine.close())
+    elif by == "a callback of a future":
+        short.add_done_callback(lambda _: close_if(by))
+    gate.open()
+
+    with pytest.raises(EngineClosed, match="this engine is closed"):
+        result(running)
+    for future in (reading, blocked):
+        with pytest.raises(EngineClosed, match="this engine is closed"):
+            ended = result(future)
+            result(ended)  # it may have found room before
+    with contextlib.suppress(EngineClosed):
+        assert result(short).finish_reason == "length"
+    if by == "call":
+        assert {output.finish_reason for output in result(closing)} <= {"abort", "length"}
+    front._thread.join(HANG_S)
+    assert not front.is_open
+    with pytest.raises(EngineClosed, match="this engine is closed") as late:
+        front.submit([1])
+    assert late.value.__cause__ is None
+    front.close()
+    front.assert_has_ended()
+
+
 # ------------------------------------------------------------------------------- failures
 
 
@@ -776,6 +894,25 @@ def test_a_callback_that_raises_kills_nobody(error: Any, caplog: pytest.LogCaptu
         assert result(future).finish_reason == "length"
         front.call(lambda engine: None).add_done_callback(raises)
         assert result(front.ask("b")).token_ids == front.alone("b")
+    front.assert_has_ended()
+
+
+def test_a_callback_that_raises_while_a_stream_is_abandoned_kills_nobody() -> None:
+    rig = Rig(PagedScheduler, seats=1)
+    gate = Gate(rig)
+
+    def leave(_: Any) -> None:
+        raise SystemExit
+
+    with Front(rig) as front:
+        stream = front.stream(*front.job("left"))
+        stream._request.add_done_callback(leave)
+        gate.wait()
+        stream.close()
+        other = front.ask("other")
+        gate.open()
+        assert result(other).token_ids == front.alone("other")
+        assert front.stats().finished == {"abort": 1, "length": 1}
     front.assert_has_ended()
 
 
