@@ -24,10 +24,11 @@ from typing import Any, TypeVar
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from batchkit import Engine, EngineClosed, EngineFull, RequestError, RequestOutput
 from batchkit.aio import AsyncEngine
-from batchkit.openai import Response, error_body, options_of, params_of, prompts_of
+from batchkit.openai import Response, error_body, options_of, params_of, prompts_of, shown
 
 T = TypeVar("T")
 Piece = tuple[int, RequestOutput]  # the number of the prompt, and what came of it
@@ -79,8 +80,15 @@ def make_app(engine: AsyncEngine, model: str) -> FastAPI:
         try:
             params = params_of(body, chat=chat)
             prompts = prompts_of(body, chat=chat)
-        except (ValueError, TypeError) as error:
+            # A request that finds no room is refused at once, so that another server can have it.
+            options = {"max_wait_s": 0.0, **options_of(body)}
+        except (ValueError, TypeError, RecursionError) as error:
             raise RequestError(str(error)) from error
+        most = engine.thread.max_waiting
+        if most is not None and len(prompts) > most:
+            raise RequestError(
+                f"prompt is a list of {len(prompts)}, which never find room at once; send at most {most}"
+            )
         tokenizer = engine.thread.engine.tokenizer
         assert tokenizer is not None
         response = Response(
@@ -91,8 +99,6 @@ def make_app(engine: AsyncEngine, model: str) -> FastAPI:
             params=params,
             decode=partial(tokenizer.decode, skip_special_tokens=False),
         )
-        # A request that finds no room is refused at once, so that another server can have it.
-        options = {"max_wait_s": 0.0, **options_of(body)}
         if not body.get("stream"):
             waiting = together([engine.generate(prompt, params, **options) for prompt in prompts])
             outputs = await unless_gone(request, waiting)
@@ -132,18 +138,27 @@ async def body_of(request: Request, model: str) -> dict[str, Any]:
     """The request's JSON object, if it is for this model."""
     try:
         body = await request.json()
-    except ValueError as error:
-        raise RequestError(f"the body is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is not JSON, or nested too deeply: {error}") from error
+    except ClientDisconnect as error:
+        raise client_gone() from error
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
     for name, kind in (("stream", bool), ("stream_options", dict)):
         if not isinstance(body.get(name), (kind, type(None))):
             raise RequestError(f"{name} must be {'an object' if kind is dict else 'true or false'}")
-    asked = body.get("model") or model
-    if asked != model:
+    asked = body.get("model")
+    if not isinstance(asked, (str, type(None))):
+        raise RequestError(f"model must be text, got {shown(asked)}")
+    if asked is not None and asked != model:
         message = f"there is no model {asked!r}, only {model!r}"
         raise APIError(404, message, kind="invalid_request_error", code="model_not_found")
     return body
+
+
+def client_gone() -> APIError:
+    """What ends the work for a client that has gone away; nobody reads it."""
+    return APIError(499, "the client has gone", kind="server_error")
 
 
 def check(output: RequestOutput) -> None:
@@ -227,7 +242,7 @@ async def unless_gone(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
-            raise APIError(499, "the client has gone", kind="server_error")  # nobody reads it
+            raise client_gone()
         return work.result()
     finally:
         work.cancel()

@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import Any
 
 from .intake import Prompt
-from .params import SamplingParams, StructuredOutputsParams
+from .params import SamplingParams, StructuredOutputsParams, integer
 from .types import Completion, RequestOutput, TokenLogprobs
 
 __all__ = [
@@ -66,7 +66,11 @@ _TRANSLATED = {True: {"logprobs", "max_completion_tokens", "response_format", "t
 _TRANSLATED[False] = {"logprobs", "response_format"}
 # What other functions read, and `stream`, which is the caller's.
 _PROMPT = {True: {"messages", "chat_template_kwargs"}, False: {"prompt"}}
-_OPTIONS = {"cache_salt", "priority"}
+_OPTIONS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "chat_template_kwargs": (dict, "an object"),
+    "cache_salt": (str, "text"),
+    "priority": ((int, float), "a number"),
+}
 _CALLERS = {"model", "stream", "stream_options"}
 # What cannot change an answer here.
 _NO_EFFECT = {
@@ -109,6 +113,8 @@ for _fields in _NEUTRAL.values():
 
 _COMPLETION_TOKENS = 16
 """``max_tokens`` of /v1/completions where nobody says; a chat's answer may be as long as the model's length allows."""
+_MOST_LOGPROBS = 20
+"""The API's limit: each entry is made in Python, and nobody may ask a server for the whole vocabulary at each token."""
 _LEAST_LOGPROB = -9999.0
 """JSON knows no minus infinity; the API puts this in its place."""
 
@@ -213,9 +219,20 @@ def messages_of(messages: Any) -> list[dict[str, Any]]:
 
 
 def options_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Further arguments for `Engine.add_request`: vLLM's ``chat_template_kwargs``, ``priority`` and ``cache_salt``."""
-    names = ("chat_template_kwargs", *sorted(_OPTIONS))
-    return {name: body[name] for name in names if body.get(name) is not None}
+    """Further arguments for `Engine.add_request`: vLLM's ``chat_template_kwargs``, ``priority`` and ``cache_salt``.
+
+    Raises:
+        TypeError: one of them is not what it should be.
+    """
+    options = {}
+    for name, (kinds, wanted) in _OPTIONS.items():
+        value = body.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise TypeError(f"{name} must be {wanted}, got {shown(value)}")
+        options[name] = value
+    return options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -354,7 +371,8 @@ def shown(value: object) -> str:
 
 def _check_known(name: str, value: Any, *, chat: bool) -> None:
     neutral = _NEUTRAL[chat]
-    taken = _OWN | _MORE | _TRANSLATED[chat] | _PROMPT[chat] | _OPTIONS | _CALLERS | _NO_EFFECT
+    options = _OPTIONS.keys() - _PROMPT[not chat]
+    taken = _OWN | _MORE | _TRANSLATED[chat] | _PROMPT[chat] | options | _CALLERS | _NO_EFFECT
     if name in neutral:
         if value not in neutral[name]:
             raise ValueError(f"{name} is not supported, got {shown(value)}")
@@ -370,10 +388,10 @@ def _unknown(what: str, name: str, known: set[str]) -> str:
 
 
 def _logprobs(given: Mapping[str, Any], *, chat: bool) -> int | None:
-    logprobs = given.get("logprobs")
     if not chat:
-        return logprobs
-    best = given.get("top_logprobs")
+        return _logprob_count("logprobs", given)
+    logprobs = given.get("logprobs")
+    best = _logprob_count("top_logprobs", given)
     if logprobs is not None and not isinstance(logprobs, bool):
         raise TypeError(f"logprobs of a chat must be true or false, got {shown(logprobs)}; top_logprobs says how many")
     if logprobs:
@@ -381,6 +399,15 @@ def _logprobs(given: Mapping[str, Any], *, chat: bool) -> int | None:
     if best:
         raise ValueError(f"top_logprobs is {best}, which needs logprobs to be true")
     return None
+
+
+def _logprob_count(name: str, given: Mapping[str, Any]) -> int | None:
+    if name not in given:
+        return None
+    count = integer(name, given[name])
+    if not 0 <= count <= _MOST_LOGPROBS:
+        raise ValueError(f"{name} must be in [0, {_MOST_LOGPROBS}], got {shown(count)}")
+    return count
 
 
 def _response_format(given: Any) -> StructuredOutputsParams | None:

@@ -37,6 +37,8 @@ TAKEN = [
     (True, {"logprobs": True, "top_logprobs": 4}, {"logprobs": 4}),
     (True, {"logprobs": False, "top_logprobs": 0}, {}),
     (False, {"logprobs": 2}, {"max_tokens": 16, "logprobs": 2}),
+    (False, {"logprobs": 20}, {"max_tokens": 16, "logprobs": 20}),
+    (True, {"logprobs": True, "top_logprobs": 20}, {"logprobs": 20}),
     (True, {"response_format": {"type": "text"}}, {}),
     (True, {"response_format": {"type": "json_object"}}, {"structured_outputs": StructuredOutputsParams(json=True)}),
     (
@@ -80,6 +82,15 @@ REFUSED = [
     (True, {"logprobs": 2}, "logprobs of a chat must be true or false, got 2"),
     (True, {"top_logprobs": 2}, "top_logprobs is 2, which needs logprobs to be true"),
     (False, {"logprobs": True}, "logprobs must be an integer, got True"),
+    (False, {"logprobs": -1}, r"^logprobs must be in \[0, 20\], got -1"),
+    (False, {"logprobs": 21}, r"^logprobs must be in \[0, 20\], got 21"),
+    (False, {"logprobs": 10**400}, r"^logprobs must be in \[0, 20\], got 1000"),
+    (True, {"logprobs": True, "top_logprobs": -1}, r"top_logprobs must be in \[0, 20\], got -1"),
+    (True, {"logprobs": True, "top_logprobs": 21}, r"top_logprobs must be in \[0, 20\], got 21"),
+    (True, {"logprobs": True, "top_logprobs": "all"}, "top_logprobs must be an integer, got 'all'"),
+    (True, {"temperature": math.inf}, "temperature must be finite"),
+    (True, {"temperature": 10**400}, "temperature must be"),
+    (True, {"n": 1025}, r"n must be in \[1, 1024\], got 1025"),
     (True, {"n": 0}, r"n must be in \[1, 1024\], got 0"),
     (True, {"temperature": "hot"}, "temperature must be a number, got 'hot'"),
     (True, {"logit_bias": {"x": 1}}, 'a key of logit_bias must be a token id, got "x"'),
@@ -159,6 +170,21 @@ def test_messages_that_are_none(messages, message):
 def test_options():
     body = {"priority": 3, "cache_salt": None, "chat_template_kwargs": {"tools": []}, "user": "x"}
     assert options_of(body) == {"priority": 3, "chat_template_kwargs": {"tools": []}}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("priority", [], "a number, got an empty list"),
+        ("priority", True, "a number, got true"),
+        ("cache_salt", [], "text, got an empty list"),
+        ("cache_salt", 5, "text, got 5"),
+        ("chat_template_kwargs", [], "an object, got an empty list"),
+    ],
+)
+def test_options_of_a_wrong_kind_are_named(name, value, wanted):
+    with pytest.raises(TypeError, match=f"{name} must be {wanted}"):
+        options_of({name: value})
 
 
 # ----------------------------------------------------------------------------------------------- answers

@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import asyncio
 import http.client
 import importlib.util
 import json
@@ -61,7 +62,8 @@ class Served:
         spec.loader.exec_module(module)
         inner = Engine.from_model(tiny(), Letters(), num_kv_blocks=64, max_num_seqs=4, on_step=self._end_step)
         self.engine = AsyncEngine(inner, max_waiting=3)
-        config = uvicorn.Config(module.make_app(self.engine, "tiny"), log_level="warning", lifespan="on")
+        self.app = module.make_app(self.engine, "tiny")
+        config = uvicorn.Config(self.app, log_level="warning", lifespan="on")
         self._server = uvicorn.Server(config)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
@@ -190,14 +192,79 @@ def test_a_bad_request_is_told_what_is_wrong(served: Served, changes: dict[str, 
     assert raised.value.type == "invalid_request_error"
 
 
-@pytest.mark.parametrize("body", [b"no JSON", b"[1]", b'{"prompt": "a", "stream": 1}', b'{"prompt": "a", "n": "two"}'])
-def test_a_body_that_is_none_is_refused(served: Served, body: bytes) -> None:
+def deep(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "no JSON",
+        "[1]",
+        deep(100_000),
+        '{"prompt": "a", "stream": 1}',
+        *(
+            f'{{"prompt": "a", "max_tokens": 1, {field}}}'
+            for field in (
+                '"n": "two"',
+                '"n": 1025',
+                '"model": []',
+                '"model": 0',
+                '"model": false',
+                '"priority": []',
+                '"priority": 1e999',
+                '"cache_salt": []',
+                '"cache_salt": 5',
+                '"temperature": 1e999',
+                f'"temperature": 1{"0" * 400}',
+                f'"priority": 1{"0" * 400}',
+                f'"seed": 1{"0" * 5000}',
+                f'"max_tokens": 1{"0" * 400}',
+                f'"stop_token_ids": [1{"0" * 400}]',
+                '"logprobs": 21',
+                '"logprobs": -1',
+                f'"temperature": {deep(900)}',
+                f'"stop": {deep(900)}',
+                f'"logit_bias": {deep(900)}',
+            )
+        ),
+    ],
+)
+def test_a_bad_body_is_refused(served: Served, body: str) -> None:
     headers = {"Content-Type": "application/json"}
     with pytest.raises(urllib.error.HTTPError) as raised:
-        urllib.request.urlopen(urllib.request.Request(f"{served.url}/v1/completions", body, headers), timeout=WAIT_S)
+        urllib.request.urlopen(
+            urllib.request.Request(f"{served.url}/v1/completions", body.encode(), headers), timeout=WAIT_S
+        )
     with raised.value as error:
         assert error.code == 400
         assert set(json.load(error)["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_prompts_than_may_wait_are_a_bad_request_and_no_matter_of_trying_again(
+    served: Served, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="a list of 4, which never find room at once; send at most 3"):
+        served.client.completions.create(**{**TEXT, "prompt": ["a"] * 4}, stream=stream)
+
+
+def test_a_client_that_goes_away_in_the_middle_of_its_body_is_no_fault_of_the_server(served: Served) -> None:
+    coming: list[dict[str, Any]] = [
+        {"type": "http.request", "body": b'{"prompt": "Once', "more_body": True},
+        {"type": "http.disconnect"},
+    ]
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return coming.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    head = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": []}
+    asyncio.run(served.app({**head, "root_path": ""}, receive, send))  # raises what a server would log
+    assert [message.get("status") for message in sent] == [499, None]
 
 
 def test_models_and_health(served: Served) -> None:
