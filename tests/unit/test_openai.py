@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
 from batchkit import Completion, Logprob, RequestOutput, RequestTimings, SamplingParams, StructuredOutputsParams
 from batchkit.openai import (
+    _NEUTRAL,
     Response,
     error_body,
     messages_of,
@@ -109,6 +112,23 @@ REFUSED = [
 def test_what_cannot_be_had_is_named(chat, body, message):
     with pytest.raises((ValueError, TypeError), match=message):
         params_of(body, chat=chat)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_table_of_fields_in_the_docs_is_whole(chat):
+    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in text.partition("| field | of |")[2].partition("\n\n")[0].splitlines()[2:]]
+    mine = ("chat" if chat else "text", "both")
+    said = [name for row in rows if row[2].strip() in mine for name in re.findall(r"`(\w+)`", row[1])]
+    assert len(said) == len(set(said))
+    with pytest.raises(ValueError, match="there are") as raised:
+        params_of({"zzz": 1}, chat=chat)
+    taken = set(str(raised.value).partition("there are ")[2].split(", "))
+    assert taken <= set(said)
+    for name in set(said) - taken:
+        with pytest.raises(ValueError, match=f"{name} is not supported"):
+            params_of({name: "something"}, chat=chat)
+    assert set(said) - taken == _NEUTRAL[chat].keys()
 
 
 def test_defaults_are_for_what_a_body_does_not_say():
