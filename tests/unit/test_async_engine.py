@@ -236,6 +236,72 @@ def test_a_request_times_out() -> None:
     run(main)
 
 
+def test_a_bad_argument_is_the_error_of_its_call_alone() -> None:
+    rig = Rig(PagedScheduler)
+
+    async def main() -> None:
+        async with AsyncEngine(rig.engine) as engine:
+            for wrong in ([], {}, 7):
+                with pytest.raises(TypeError, match="request_id must be a string"):
+                    await engine.generate([1], request_id=wrong)  # type: ignore[arg-type]
+                with pytest.raises(TypeError, match="request_id must be a string"):
+                    engine.abort(wrong)  # type: ignore[arg-type]
+            for times in ({"max_wait_s": "1", "timeout_s": 1}, {"max_wait_s": 1, "timeout_s": "1"}):
+                with pytest.raises(TypeError, match="_s must be a number"):
+                    await engine.generate([1], **times)  # type: ignore[arg-type]
+            for late in (float("nan"), -1, 10**400):
+                with pytest.raises(ValueError, match="timeout_s must be finite and at least 0"):
+                    await engine.close(timeout_s=late)
+            assert (await engine.generate(*job(rig, "good"), request_id="good")).finish_reason == "length"
+
+    run(main)
+    assert_ended(rig)
+
+
+def test_a_wait_may_be_longer_than_python_can_wait() -> None:
+    rig = Rig(PagedScheduler, seats=1)
+    held = Held(rig)
+
+    async def main() -> None:
+        async with AsyncEngine(rig.engine, max_waiting=1) as engine:
+            running = asyncio.create_task(engine.generate(*job(rig, "running")))
+            await held.begun()
+            waiting = [
+                asyncio.create_task(engine.generate(*job(rig, f"w{i}"), max_wait_s=1e300, timeout_s=1e12))
+                for i in range(2)
+            ]
+            await settle()
+            held.open()
+            outputs = await asyncio.gather(running, *waiting)
+            assert {output.finish_reason for output in outputs} == {"length"}
+            await engine.close(timeout_s=1e300)
+
+    run(main)
+    assert_ended(rig)
+
+
+def test_a_call_that_closes_the_engine_leaves_nobody_waiting() -> None:
+    rig = Rig(PagedScheduler)
+    held = Held(rig, behind=1)
+
+    async def main() -> None:
+        engine = AsyncEngine(rig.engine)
+        running = asyncio.create_task(engine.generate(*job(rig, "running", max_tokens=100)))
+        await held.begun()
+        closing = asyncio.create_task(engine.call(lambda inner: inner.close()))
+        await settle()
+        held.open()
+        (aborted,) = await closing
+        assert aborted.finish_reason == "abort"
+        with pytest.raises(EngineClosed, match="this engine is closed"):
+            await running
+        assert not engine.thread.is_open
+        await engine.close()
+
+    run(main)
+    assert_ended(rig)
+
+
 def test_abort_by_id_and_call() -> None:
     rig = Rig(PagedScheduler)
     held = Held(rig)
