@@ -214,10 +214,25 @@ def test_a_reader_that_goes_away_is_one_line(command, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-def test_a_full_disk_is_not_done(command, capsys):
-    code, _ = command([prompt()], "--quiet", target="/dev/full")
+@pytest.mark.parametrize("target", ["full.jsonl", "full.jsonl.gz"])
+def test_a_full_disk_is_not_done(command, capsys, target):
+    os.symlink("/dev/full", target)
+    code, _ = command([prompt(), prompt()], "--quiet", target=target)
     assert code == 1
-    assert "No space left" in capsys.readouterr().err
+    told = f"stopped after 2 rows were read: cannot write {target}: No space left on device"
+    assert one_line(capsys) == f"batchkit: {told}\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+def test_what_ended_a_job_is_told_before_a_fault_of_closing(command, capsys):
+    os.symlink("/dev/full", "full.jsonl.gz")
+
+    def before(out):
+        raise KeyboardInterrupt
+
+    code, _ = command(["?", prompt()], "--quiet", before=before, target="full.jsonl.gz")
+    assert code == 130
+    assert one_line(capsys) == "batchkit: interrupted\n"
 
 
 # ----------------------------------------------------------------------------------------------- not done
@@ -383,6 +398,9 @@ sys.exit(cli.main())
         ("in.jsonl -o out.jsonl >&-", 0, 0, ""),
         ("in.jsonl -o - 2>&-", 0, 2, ""),
         ("- -o - <in.jsonl", 0, 2, ""),
+        ("in.jsonl -o - 2>/dev/full", 0, 2, ""),
+        ("in.jsonl -o - --keep none --quiet 2>/dev/full", 0, 2, ""),
+        ("in.jsonl -o no/out.jsonl 2>/dev/full", 1, 0, ""),
         ("in.jsonl -o - --quiet >/dev/full", 1, 0, "No space left on device\n"),
         ("in.jsonl --dry-run >/dev/full", 1, 0, "batchkit: [Errno 28] No space left on device\n"),
         ("in.jsonl --dry-run | gone", 1, 0, "batchkit: nobody reads the output any more\n"),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 
 from batchkit import Completion, Logprob, RequestOutput, RequestTimings, SamplingParams, cli
 from batchkit.cli.records import Records, encoded
-from unit.cli_rig import ids, one_line, prompt
+from unit.cli_rig import ids, jsonl, one_line, prompt, read
 
 TALK = [{"role": "user", "content": "hi"}]
 
@@ -74,6 +76,7 @@ BAD_LINES = {
         "invalid_request",
         "there are 2 prompts, and",
     ),
+    "more samples than there may be": (line("x", {"n": 1025}), "invalid_request", "n must be in [1, 1024], got 1025"),
     "too long": (line("x", {"max_tokens": 100}), "invalid_request", "100 to generate can never run"),
     "fails while it runs": (line("x", {"prompt": "!"}, chat=False), "server_error", "the device is on fire"),
 }
@@ -125,6 +128,49 @@ def test_columns_are_kept_in_a_batch_file_too(command):
 def test_a_batch_file_is_known_by_its_first_line_or_because_it_is_said(command, first, options, is_batch):
     _, (record,) = command([first], "--max-tokens", "2", *options)
     assert ("response" in record) == is_batch
+
+
+UNCLEAR = ["?", "[]", '{"custom_id": "x"}', {"custom_id": "y", "method": "POST"}]
+
+
+@pytest.mark.parametrize("source", ["in.jsonl", "-"])
+@pytest.mark.parametrize(
+    ("shows", "is_batch"),
+    [
+        (line("a"), True),
+        ({"custom_id": "a", "url": "/v1/completions"}, True),
+        ({"method": "POST", "body": {}}, True),
+        (prompt(), False),
+        ({"messages": TALK, "params": {"max_tokens": 1}}, False),
+        ({"url": "x", "body": "y"}, False),
+        ({"custom_id": "z"}, False),
+    ],
+)
+def test_what_a_file_is_is_told_by_the_first_line_that_shows_it(command, monkeypatch, source, shows, is_batch):
+    lines = [*UNCLEAR, shows, line("b"), prompt("c")]
+    if source == "-":
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(jsonl(lines))))
+    _, records = command(None if source == "-" else lines, source=source)
+    is_batch = is_batch or shows in ({"url": "x", "body": "y"}, {"custom_id": "z"})  # which show nothing
+    assert [("custom_id" in record) for record in records] == [is_batch] * 7
+    if is_batch and source != "-":
+        before = sorted(Path("out.jsonl").read_bytes().splitlines())
+        command(lines, "--resume", "--retry-errors")
+        assert [("custom_id" in json.loads(found)) for found in before] == [True] * 7
+        assert len(read("out.jsonl")) == 7
+
+
+def test_a_file_that_never_shows_what_it_is(command, monkeypatch):
+    monkeypatch.setattr(cli.rows, "_MOST_UNCLEAR", 3)
+    for lines in (UNCLEAR, [*UNCLEAR, line("a")]):
+        _, records = command(lines, "--overwrite")
+        assert len(records) == len(lines)
+        assert all("custom_id" not in record for record in records)
+
+
+def test_only_lines_within_the_limit_show_what_a_file_is(command):
+    _, records = command(["?", line("a")], "--limit", "1")
+    assert [record["id"] for record in records] == [1]
 
 
 @pytest.mark.parametrize("option", [["--chat"], ["--template", "{body}"]])

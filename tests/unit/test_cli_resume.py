@@ -175,6 +175,39 @@ def test_a_stop_drops_rows_that_have_not_begun_and_finishes_the_others(command, 
     assert [record["id"] for record in records] == [f"r{i}" for i in range(20)], "in order across both runs"
 
 
+@pytest.mark.parametrize("source", ["in.jsonl", "in.jsonl.gz"])
+@pytest.mark.parametrize("options", [(), ("--limit", "3"), ("--resume",), ("--shard", "1/1")])
+def test_a_stop_when_all_rows_have_begun_ends_as_a_whole_job(command, capsys, options, source):
+    steps = []
+
+    def before(out):
+        steps.append(out)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    lines = [{"id": i, **prompt(max_tokens=9)} for i in range(3)]
+    if options == ("--resume",):
+        command(lines[:1], source=source)
+    code, _ = command(lines, *options, "--window", "3", before=before, source=source)
+    assert code == 0
+    assert "rows are left; --resume" not in capsys.readouterr().err
+    out = OUT if options != ("--shard", "1/1") else Path("out.1-of-1.jsonl")
+    assert len(by_id(read(out))) == 3
+
+
+def test_a_stop_one_row_before_the_end_leaves_it(command):
+    lines = [{"id": i, **prompt(max_tokens=9)} for i in range(4)]
+    steps = []
+
+    def before(out):
+        steps.append(out)
+        if len(steps) == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    code, records = command(lines, "--window", "3", before=before)
+    assert code == 4 and len(records) == 3
+
+
 @pytest.mark.parametrize("policy", ["static", "orca", "chunked"])
 def test_a_stop_under_every_kind_of_policy_leaves_only_whole_answers(command, policy):
     want = by_id(command(rows(12), target="want.jsonl")[1])
@@ -230,6 +263,81 @@ def test_case_114_half_a_character_and_a_record_without_its_line_end(resume, cap
     assert resume(None)[0] == 0
     assert OUT.read_bytes() == first + second
     assert not list(Path().glob("*.tmp"))
+
+
+@pytest.mark.parametrize("target", ["out.jsonl", "out.jsonl.gz"])
+@pytest.mark.parametrize("num_cut", [0, 1, 40])
+@pytest.mark.parametrize("num_zeros", [1, 8, 9, 5000])
+def test_zeros_that_a_machine_has_left_are_cut(resume, capsys, target, num_cut, num_zeros):
+    want = by_id(resume(rows(9), target=target)[1])
+    whole = Path(target).read_bytes()
+    Path(target).write_bytes(whole[: len(whole) - num_cut].rstrip(b"\0") + bytes(num_zeros))
+    if num_cut == 0:  # the length at the end of a gzip file has zeros of its own
+        Path(target).write_bytes(whole + bytes(num_zeros))
+    capsys.readouterr()
+    code, records = resume(None, target=target)
+    assert code == 0
+    assert by_id(records) == want
+    assert "its end was torn, and is mended\n" in capsys.readouterr().err
+    assert not Path(target).read_bytes().endswith(bytes(5))
+    again = Path(target).read_bytes()
+    assert resume(None, target=target)[0] == 0
+    assert "torn" not in capsys.readouterr().err
+    assert Path(target).read_bytes() == again
+
+
+def test_more_zeros_than_are_read_at_once(resume, monkeypatch):
+    monkeypatch.setattr(cli.resume, "_CHUNK", 64)
+    resume(rows(3))
+    whole = OUT.read_bytes()
+    for tail in (bytes(1000), b'{"id": "r4", "text"' + bytes(64)):
+        OUT.write_bytes(whole + tail)
+        assert resume(None)[0] == 0
+        assert OUT.read_bytes() == whole
+    OUT.write_bytes(bytes(1000))
+    assert resume(None)[0] == 0
+    assert by_id(read(OUT)).keys() == {"r0", "r1", "r2"}
+
+
+@pytest.mark.parametrize("tail", [b"\n", b"\r\n \n\n", b"   ", b"\0\0\n\0"])
+def test_empty_lines_in_an_output_are_cut(resume, tail):
+    resume(rows(3))
+    whole = OUT.read_bytes()
+    first, rest = whole.split(b"\n", 1)
+    for content in (whole + tail, first + b"\n\n" + rest):
+        OUT.write_bytes(content)
+        assert resume(None)[0] == 0
+        assert OUT.read_bytes() == whole
+
+
+def test_a_file_of_the_users_beside_the_output_is_left_alone(resume):
+    names = ["out.jsonl.tmp", "batchkit-.tmp"]
+    for name in names:
+        Path(name).write_bytes(jsonl(rows(3)))
+    for source in names:
+        OUT.write_bytes(b'{"id"')
+        assert resume(None, source=source)[0] == 0
+        assert len(by_id(read(OUT))) == 3
+    assert all(Path(name).read_bytes() == jsonl(rows(3)) for name in names)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_file_that_cannot_be_put_in_place_is_taken_away(resume, monkeypatch, capsys, error):
+    resume(rows(3))
+    with open(OUT, "ab") as out:
+        out.write(b'{"id"')
+    before, there = OUT.read_bytes(), sorted(Path().iterdir())
+
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(os, "replace", fail)
+    capsys.readouterr()
+    code = cli.main(["generate", "in.jsonl", "-o", "out.jsonl", "--model", "toy", "--resume"])
+    assert code == (1 if isinstance(error, OSError) else 130)
+    told = "cannot write out.jsonl: No space left on device" if code == 1 else "interrupted"
+    assert told in one_line(capsys)
+    assert OUT.read_bytes() == before and sorted(Path().iterdir()) == there
 
 
 def test_gzip_members_are_added(resume):
@@ -422,6 +530,66 @@ def test_a_mended_line_is_a_changed_row(resume, capsys):
     assert sorted(by_id(records)) == ["a", "b"]
 
 
+def error_rows(count, first=0):
+    return [{"id": f"e{i}", "prompt": 5} for i in range(first, first + count)]
+
+
+@pytest.mark.parametrize("how", ["limit", "shorter", "other"])
+def test_errors_whose_rows_are_not_seen_are_kept(resume, capsys, how):
+    lines = [*error_rows(3), "?", {"id": "late", "prompt": None}, "??"]
+    assert resume(lines)[0] == 3
+    whole = by_id(read_whole(OUT))
+    capsys.readouterr()
+    options = ("--retry-errors", "--limit", "2") if how == "limit" else ("--retry-errors",)
+    if how != "limit":
+        Path("in.jsonl").write_bytes(jsonl(lines[:2] if how == "shorter" else rows(2)))
+    code, _ = resume(None, *options)
+    assert code == 3, "the others stand there"
+    found = by_id(read_whole(OUT))
+    assert {row_id: found[row_id] for row_id in whole} == whole
+    shown = capsys.readouterr().err
+    assert f"{6 if how == 'other' else 4} records have an error, and are kept" in shown
+    assert ("2 records with an error are taken out" in shown) == (how != "other")
+
+
+@pytest.mark.parametrize("options", [(), ("--retry-errors",)])
+def test_errors_that_were_taken_out_before_a_crash_are_done_by_any_resume(resume, capsys, monkeypatch, options):
+    lines = [{"id": "a", **prompt()}, *error_rows(2), "?"]
+    _, records = resume(lines)
+    want = by_id(records)
+    make_engine = cli.make_engine
+    monkeypatch.setattr(cli, "make_engine", lambda args: (_ for _ in ()).throw(OSError("crashed")))
+    words = ["generate", "in.jsonl", "-o", "out.jsonl", "--model", "toy", "--resume", "--retry-errors"]
+    assert cli.main(words) == 1
+    assert len(read(OUT)) == 1
+    monkeypatch.setattr(cli, "make_engine", make_engine)
+    code, records = resume(None, *options)
+    assert code == 3
+    assert by_id(records) == want
+
+
+def test_an_error_known_by_its_number_goes_when_lines_were_put_in_before_it(resume):
+    lines = [{"id": "a", **prompt()}, "?", {"id": "b", **prompt()}]
+    resume(lines)
+    code, records = resume([{"id": "new", **prompt()}, *lines])
+    assert [record["id"] for record in records if "error" in record] == [2, 3], "the old number and the new one"
+    code, records = resume(None, "--retry-errors")
+    assert code == 3
+    assert [record["id"] for record in records if "error" in record] == [3]
+
+
+def test_an_error_that_has_an_answer_too_goes(resume):
+    resume([{"id": "a", "prompt": 5}])
+    error = OUT.read_bytes()
+    code, _ = resume([{"id": "a", **prompt()}], "--retry-errors")
+    assert code == 0
+    answer = OUT.read_bytes()
+    for content in (error + answer, answer + error, error + error + answer):
+        OUT.write_bytes(content)
+        assert resume(None, "--retry-errors")[0] == 0
+        assert OUT.read_bytes() == answer
+
+
 # ----------------------------------------------------------------------------------------------- usage
 
 
@@ -531,6 +699,40 @@ def test_how_many_may_fail_is_an_option(command, options, code):
 def test_one_good_row_among_the_first_is_enough(command):
     code, records = command([*["?"] * 60, prompt(), *["?"] * 2000], "--window", "64")
     assert code == 3 and len(records) == 2061
+
+
+def test_errors_done_again_do_not_stop_the_job(resume, capsys):
+    """However many fail again: that they do is why they were chosen."""
+    lines = [*error_rows(120), *({"id": f"f{i}", **prompt("!")} for i in range(120)), {"id": "a", **prompt()}]
+    code, records = resume(lines, "--max-first-failures", "0")
+    assert code == 3
+    want = by_id(records)
+    for _ in range(2):
+        code, records = resume(None, "--retry-errors")
+        assert code == 3
+        assert by_id(records) == want
+    assert "have all failed" not in capsys.readouterr().err
+
+
+def test_new_rows_that_all_fail_stop_the_job_among_errors_done_again(resume, capsys):
+    resume(error_rows(50), "--max-first-failures", "0")
+    code, records = resume([*error_rows(50), *error_rows(102, first=50)], "--retry-errors")
+    assert code == 1
+    assert "the first 100 rows have all failed" in capsys.readouterr().err
+    assert len(by_id(records)) == 150
+
+
+@pytest.mark.parametrize("bad", [{"prompt": 5}, prompt("!")])
+@pytest.mark.parametrize("count", [100, 101])
+def test_a_job_whose_first_rows_all_fail_ends_well_if_none_are_left(resume, bad, count):
+    lines = [{"id": i, **bad} for i in range(count)]
+    code, records = resume(lines, "--max-num-seqs", "1")
+    assert (code, len(by_id(records))) == ((3, 100) if count == 100 else (1, 100))
+    OUT.unlink()
+    good = {"id": "a", **prompt()}
+    resume([good])
+    code, records = resume([good, *lines], "--max-num-seqs", "1")
+    assert (code, len(by_id(records))) == ((3, 101) if count == 100 else (1, 101))
 
 
 # ----------------------------------------------------------------------------------------------- cases 111 and 113

@@ -62,9 +62,13 @@ BAD_LINES = {
     "max_tokens of a wrong type": (json.dumps(prompt(max_tokens="9")), "max_tokens must be an integer, got '9'"),
     "temperature NaN": ('{"prompt": "a", "params": {"temperature": NaN}}', "temperature must be a number, got NaN"),
     "top_p": (json.dumps(prompt(top_p=1.5)), "top_p must be in (0, 1], got 1.5"),
+    "more samples than there may be": (json.dumps(prompt(n=1025)), "n must be in [1, 1024], got 1025"),
     "flag of a wrong type": (json.dumps(prompt(ignore_eos="no")), "ignore_eos must be True or False"),
     "stop of a wrong type": (json.dumps(prompt(stop=5)), "stop must be a sequence, got 5"),
-    "stop id of a wrong type": (json.dumps(prompt(stop_token_ids=["x"])), "a token id of stop_token_ids must be an integer"),
+    "stop id of a wrong type": (
+        json.dumps(prompt(stop_token_ids=["x"])),
+        "a token id of stop_token_ids must be an integer",
+    ),
     "fails while it runs": (json.dumps(prompt("!")), "the device is on fire"),
 }
 
@@ -168,6 +172,19 @@ def test_columns_are_kept_under_the_name_asked_for(command):
     ]
 
 
+def test_numbers_that_json_does_not_know_are_kept_as_null(command):
+    rows = [
+        '{"prompt": "a", "x": NaN, "y": [1.5, {"z": -Infinity}], "params": {"max_tokens": 1}}',
+        '{"prompt": 5, "x": 1e999, "y": {"z": [Infinity, "NaN"]}}',
+        '{"prompt": "!", "x": 2.0, "y": [[NaN]], "params": {"max_tokens": 1}}',
+    ]
+    command(rows, "--keep", "x,y")
+    with open("out.jsonl") as lines:
+        records = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    kept = [(record["x"], record["y"]) for record in records]
+    assert kept == [(None, [1.5, {"z": None}]), (None, {"z": [None, "NaN"]}), (2.0, [[None]])]
+
+
 def test_a_column_that_no_row_has_is_told_at_the_end(command, capsys):
     code, records = command([{"a": None, **prompt()}, prompt()], "--keep", "a,b=c")
     assert code == 0
@@ -210,6 +227,16 @@ def test_a_line_of_text_in_a_template(command):
     code, _ = command(b"tea\n", "--template", "On {prompt}:", "--max-tokens", "1", source="in.txt", prompts=prompts)
     assert code == 0
     assert prompts == [ids("On tea:")]
+
+
+@pytest.mark.parametrize("source", ["in.jsonl", "in.txt"])
+def test_a_mark_on_an_empty_first_line_is_passed_over(command, capsys, source):
+    code, records = command(b"\xef\xbb\xbf\r\n" + jsonl([{"prompt": "a"}]), "--max-tokens", "1", source=source)
+    assert code == 0
+    assert [record["id"] for record in records] == [2]
+    capsys.readouterr()
+    assert command(b"\xef\xbb\xbf", "--overwrite", source=source)[0] == 1
+    assert f"{source} has no rows" in one_line(capsys)
 
 
 def test_text_may_be_called_jsonl(command):

@@ -18,10 +18,11 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TextIO, cast
 
 from ..engine import Engine
 from .dry_run import preview_engine
-from .faults import NotDone
+from .faults import NotDone, say
 from .inspect import doctor, env
 from .job import generate
 from .options import INTERRUPTED, NOT_DONE, parse
@@ -39,15 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(args)
         if sys.stdout is not None:
             sys.stdout.flush()
-        return code
-    except (NotDone, OSError) as error:  # OSError: of closing a file on a disk that is full
+    except (NotDone, OSError) as error:  # OSError: of a report on a disk that is full
         gone = isinstance(error, BrokenPipeError)
-        print(f"batchkit: {'nobody reads the output any more' if gone else error}", file=sys.stderr)
+        say(f"batchkit: {'nobody reads the output any more' if gone else error}")
         code = NOT_DONE
     except KeyboardInterrupt:
-        print("batchkit: interrupted", file=sys.stderr)
+        say("batchkit: interrupted")
         code = INTERRUPTED
-    _give_up_stdout()
+    _give_up(sys.stdout)
+    _give_up(sys.stderr)
     return code
 
 
@@ -57,14 +58,14 @@ def _run(args: argparse.Namespace) -> int:
     return doctor(args) if args.command == "doctor" else env()
 
 
-def _give_up_stdout() -> None:
+def _give_up(stream: TextIO | None) -> None:
     """Keep the interpreter from writing once more, on its way out, what could not be written."""
     try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        if stream is not None:
+            stream.flush()
     except OSError:
         with open(os.devnull, "wb") as nothing:
-            os.dup2(nothing.fileno(), sys.stdout.fileno())
+            os.dup2(nothing.fileno(), cast(TextIO, stream).fileno())
 
 
 def make_engine(args: argparse.Namespace) -> Engine:

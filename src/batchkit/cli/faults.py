@@ -6,9 +6,9 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-__all__ = ["NotDone", "RowFaults", "loading", "one_line", "with_place"]
+__all__ = ["NotDone", "RowFaults", "loading", "one_line", "say", "with_place"]
 
 _SHOWN = 5
 """As many faults of rows are shown."""
@@ -16,6 +16,12 @@ _SHOWN = 5
 
 class NotDone(Exception):
     """Ends the command with one line on stderr and exit code 1."""
+
+
+def say(text: str) -> None:
+    """A line on stderr. That nobody can read it, as on a disk that is full, is no reason to lose records."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def one_line(error: BaseException) -> str:
@@ -55,7 +61,7 @@ class RowFaults:
         """Say on stderr the first ones, how many more there are, and the notes."""
         num_more = self.num - len(self._first)
         for line in (*self._first, *([f"and {num_more:,} more"] if num_more else []), *notes):
-            print(f"batchkit: {line}", file=sys.stderr)
+            say(f"batchkit: {line}")
 
 
 @contextmanager

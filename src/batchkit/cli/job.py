@@ -11,12 +11,11 @@ import argparse
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -24,14 +23,14 @@ from ..engine import Engine
 from ..errors import EngineFailed, SchedulerStalled
 from ..types import EngineStats, RequestOutput
 from .dry_run import dry_run
-from .faults import NotDone, RowFaults, loading, one_line, with_place
+from .faults import NotDone, RowFaults, loading, one_line, say, with_place
 from .fit import OnTooLong, submit
 from .lines import open_input
 from .options import DONE, FAILED_ROWS, STOPPED
 from .progress import Progress, duration
 from .records import Records, Writer, check_output, open_output
 from .resume import Earlier, Plan, plan
-from .rows import BadRow, Row, RowReader, Rows
+from .rows import BadRow, Row, RowReader, Rows, is_batch_file
 
 __all__ = ["Job", "generate"]
 
@@ -41,16 +40,6 @@ _MOST_HELD = 16
 
 def generate(args: argparse.Namespace, make_engine: Callable[[argparse.Namespace], Engine]) -> int:
     """Run the command. Returns the exit code."""
-    make_reader = partial(
-        RowReader,
-        text=args.is_text,
-        maybe_text=args.maybe_text,
-        batch=args.is_batch,
-        template=args.template,
-        chat=args.chat,
-        keep=args.keep,
-        defaults=args.defaults,
-    )
     name = args.model
     if args.resume and os.path.exists(args.input) and not os.path.isfile(args.input):
         raise NotDone(f"--resume reads the input twice, and {args.input} is no file")
@@ -58,8 +47,18 @@ def generate(args: argparse.Namespace, make_engine: Callable[[argparse.Namespace
         lines = open_input(args.input, stack, limit=args.limit)
         if args.output is not None:
             check_output(args.output, args.input, may_exist=args.overwrite or args.resume)
-        if lines.is_empty():
+        if next(lines.peek(), None) is None:
             raise NotDone(f"{args.input} has no rows")
+        make_reader = partial(
+            RowReader,
+            text=args.is_text,
+            maybe_text=args.maybe_text,
+            batch=is_batch_file(lines) if args.is_batch is None else args.is_batch,
+            template=args.template,
+            chat=args.chat,
+            keep=args.keep,
+            defaults=args.defaults,
+        )
         found = _plan(args, make_reader) if args.resume else None
         if found is not None and not found.num_left:
             return FAILED_ROWS if found.num_errors else DONE
@@ -91,6 +90,7 @@ def generate(args: argparse.Namespace, make_engine: Callable[[argparse.Namespace
         try:
             with _stopped_by_signals(job):
                 job.run()
+            job.writer.close()
         except BrokenPipeError:
             raise NotDone("nobody reads the output any more") from None
         except (EngineFailed, SchedulerStalled, OSError, NotDone) as error:
@@ -104,7 +104,7 @@ def generate(args: argparse.Namespace, make_engine: Callable[[argparse.Namespace
                 job.faults.print(reader.absent())
     if job.is_cut_short:
         if not args.quiet:
-            print("batchkit: stopped, and rows are left; --resume goes on with them", file=sys.stderr)
+            say("batchkit: stopped, and rows are left; --resume goes on with them")
         return STOPPED
     return FAILED_ROWS if job.faults.num or (found is not None and found.num_errors) else DONE
 
@@ -140,7 +140,8 @@ class Job:
         writer: takes it.
         window: the most rows in the engine. Default: 1024, or four for each seat.
         on_too_long: what becomes of a prompt that is too long.
-        max_first_failures: if the first so many rows have all failed, the rest is not tried; 0: it is.
+        max_first_failures: if the first so many rows have all failed, the rest is not tried; 0: it is. Rows that
+            have failed in an earlier run do not count.
         progress: shows how far it is.
 
     Attributes:
@@ -168,6 +169,8 @@ class Job:
         self.progress = progress
         self.window = max(1024, 4 * engine.stats().max_num_seqs) if window is None else window
         self.num_cut = self._num_first_failures = 0
+        self._first: set[int] = set()  # positions of the first rows
+        self._hopeless: NotDone | None = None  # all of them have failed
         self.is_cut_short = False
         self.faults = RowFaults()
         self.reasons: Counter[str] = Counter()
@@ -212,15 +215,20 @@ class Job:
                     else:
                         self._begun.add(output.request_id)
                         self._streams = True
+                for _, row, _ in self._live.values() if self._hopeless else ():
+                    self._give_up(row)
                 self.writer.write()
                 self._show()
                 self.engine.wait()
                 self._read()
-        finally:
-            self.writer.write()
-        self.is_cut_short |= self._stopping and not self.rows.ended
+        except BaseException:
+            with suppress(NotDone, OSError):  # what has ended the job says more
+                self.writer.write()
+            raise
+        self.writer.write()
         if self._fault is not None:
             raise self._fault
+        self.is_cut_short |= self._stopping and self.rows.has_more()
 
     def _wind_up(self) -> None:
         """Let go of rows that have not begun.
@@ -244,9 +252,15 @@ class Job:
                 return
             if row is None:
                 return
+            self._give_up(row)
             self._add(row)
             self.writer.write()
             self._show()
+
+    def _give_up(self, row: Row | BadRow) -> None:
+        """Raise if the first rows have all failed: there is this one left."""
+        if self._hopeless is not None and not self.rows.is_again(row):
+            raise self._hopeless
 
     def _next(self) -> Row | BadRow | None:
         if self._live:
@@ -262,6 +276,8 @@ class Job:
 
     def _add(self, row: Row | BadRow) -> None:
         position = self.rows.num - 1
+        if len(self._first) < self.max_first_failures and not self.rows.is_again(row):
+            self._first.add(position)
         if isinstance(row, BadRow):
             self._fail(position, str(row), self.records.of_bad(row))
             return
@@ -289,9 +305,9 @@ class Job:
         self.writer.put(position, record)
         self.reasons["error"] += 1
         self.faults.add(fault)
-        self._num_first_failures += position < self.max_first_failures
-        if position < self.max_first_failures == self._num_first_failures:
-            raise NotDone(
+        self._num_first_failures += position in self._first
+        if position in self._first and self._num_first_failures == self.max_first_failures:
+            self._hopeless = NotDone(
                 f"the first {self.max_first_failures} rows have all failed, this one with: "
                 f"{one_line(ValueError(fault))}; --max-first-failures 0 goes on nevertheless"
             )
@@ -348,7 +364,7 @@ def _print_figures(stats: EngineStats, job: Job, seconds: float) -> None:
     if job.num_cut:
         lines.insert(1, ("prompts cut", f"{job.num_cut:,}"))
     for name, text in lines:
-        print(f"{name:<18}{text}", file=sys.stderr)
+        say(f"{name:<18}{text}")
 
 
 class _OneLine(logging.Formatter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import io
 import os
@@ -10,7 +11,8 @@ import stat
 import sys
 import threading
 import zlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import BinaryIO, cast
 
@@ -38,7 +40,6 @@ class Lines:
 
     Attributes:
         num_rows: lines given so far.
-        ended: there are no more.
     """
 
     def __init__(
@@ -57,9 +58,9 @@ class Lines:
         self._position = position
         self._limit = limit
         self._number = self._num_bytes = 0
-        self._first: tuple[int, bytes] | None = None
+        self._peeked: deque[tuple[int, bytes]] = deque()
+        self._at_end = False
         self.num_rows = 0
-        self.ended = False
         self._ahead: queue.Queue[bytes | Exception] | None = None
         if may_wait:
             self._ahead = queue.Queue(maxsize=_AHEAD)
@@ -74,14 +75,26 @@ class Lines:
         self._stream.close()
         ahead.put(b"")
 
-    def is_empty(self) -> bool:
-        """Whether there is no line at all; waits for the first, which `get` then gives.
+    @property
+    def num_lines(self) -> int:
+        """Lines read so far, empty ones among them."""
+        return self._number
+
+    @property
+    def ended(self) -> bool:
+        """There are no more."""
+        return self._at_end and not self._peeked
+
+    def peek(self) -> Iterator[bytes]:
+        """The lines to come, from the first on, which `get` then gives; waits for each. For use before `get`.
 
         Raises:
             NotDone: as `get`.
         """
-        self._first = self._next(wait=True)
-        return self._first is None
+        yield from [line for _, line in self._peeked]
+        while len(self._peeked) != self._limit and (found := self._next(wait=True)) is not None:
+            self._peeked.append(found)
+            yield found[1]
 
     def get(self, *, wait: bool) -> tuple[int, bytes] | None:
         """The next line and its number. None: there is no more, or not yet and `wait` is False.
@@ -89,15 +102,15 @@ class Lines:
         Raises:
             NotDone: it cannot be read. There is no more after that.
         """
-        found, self._first = self._first or self._next(wait=wait), None
+        found = self._peeked.popleft() if self._peeked else self._next(wait=wait)
         if found is not None:
             self.num_rows += 1
             if self.num_rows == self._limit:
-                self.ended = True
+                self._at_end = True
         return found
 
     def _next(self, *, wait: bool) -> tuple[int, bytes] | None:
-        while not self.ended:
+        while not self._at_end:
             try:
                 line = self._ahead.get(block=wait) if self._ahead else self._stream.readline()
             except queue.Empty:
@@ -105,13 +118,13 @@ class Lines:
             except _FAULTS as error:
                 line = error
             if isinstance(line, Exception):
-                self.ended = True
+                self._at_end = True
                 told = line.strerror if isinstance(line, OSError) else None
                 raise NotDone(f"cannot read {self._name}: {told or one_line(line)}") from None
-            self.ended = not line
-            self._number += 1
+            self._at_end = not line
+            self._number += bool(line)
             self._num_bytes += len(line)
-            if line and not line.isspace():
+            if (line.removeprefix(codecs.BOM_UTF8) if self._number == 1 else line).strip():
                 return self._number, line
         return None
 

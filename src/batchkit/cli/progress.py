@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+
+from .faults import say
 
 __all__ = ["Progress", "duration"]
 
@@ -55,7 +58,8 @@ class Progress:
         if self._bar is not None:
             self._bar.total = total
             self._bar.set_postfix_str(", ".join(news), refresh=False)
-            self._bar.update(num_done - self._bar.n)
+            with suppress(OSError):
+                self._bar.update(num_done - self._bar.n)
         else:
             parts = [f"{num_done:,} rows done"]
             if total:
@@ -63,22 +67,24 @@ class Progress:
             parts += news
             if total and num_done:
                 parts.append(f"about {duration((now - self._began) / num_done * (total - num_done))} left")
-            print("batchkit: " + ", ".join(parts), file=sys.stderr, flush=True)
+            say("batchkit: " + ", ".join(parts))
         self._last = now
 
     def say(self, text: str) -> None:
         """A line beside the progress."""
         if self._bar is not None:
-            self._bar.write(f"batchkit: {text}", file=sys.stderr)
+            with suppress(OSError):
+                self._bar.write(f"batchkit: {text}", file=sys.stderr)
         elif self._shown:
-            print(f"batchkit: {text}", file=sys.stderr, flush=True)
+            say(f"batchkit: {text}")
 
     def close(self, *, num_done: int, total: int | None) -> None:
         """Leave the bar as it stands in the end. A plain line is not said: the figures follow."""
         if self._bar is not None:
             self._bar.total = total
-            self._bar.update(num_done - self._bar.n)
-            self._bar.close()
+            with suppress(OSError):
+                self._bar.update(num_done - self._bar.n)
+                self._bar.close()
 
 
 def duration(seconds: float) -> str:

@@ -8,10 +8,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Literal, cast
 
 from ..openai import Response
 from ..types import Completion, RequestOutput, TokenLogprobs
@@ -56,12 +56,16 @@ class Writer:
 
     Args:
         stream: to write.
+        name: of the stream, for messages.
         flush: after each write. In a gzip file that would undo the packing.
         keep_order: in the order of the rows.
     """
 
-    def __init__(self, stream: BinaryIO, *, flush: bool = True, keep_order: bool = False) -> None:
+    def __init__(
+        self, stream: BinaryIO, *, name: str = "the output", flush: bool = True, keep_order: bool = False
+    ) -> None:
         self._stream = stream
+        self._name = name
         self._flush = flush
         self._keep_order = keep_order
         self._ready: list[bytes] = []
@@ -84,12 +88,40 @@ class Writer:
             self._next += 1
 
     def write(self) -> None:
-        """Write what may be written, in whole lines and at once."""
+        """Write what may be written, in whole lines and at once.
+
+        Raises:
+            NotDone: it cannot be written.
+            BrokenPipeError: nobody reads it any more.
+        """
         if self._ready:
             ready, self._ready = self._ready, []
-            self._stream.write(b"".join(ready))
-            if self._flush:
+            with _writing(self._name):
+                self._stream.write(b"".join(ready))
+                if self._flush:
+                    self._stream.flush()
+
+    def close(self) -> None:
+        """Write what is left, and end the file; stdout stays open.
+
+        Raises:
+            NotDone, BrokenPipeError: as `write`.
+        """
+        with _writing(self._name):
+            if sys.stdout is not None and self._stream is sys.stdout.buffer:
                 self._stream.flush()
+            else:
+                self._stream.close()
+
+
+@contextmanager
+def _writing(name: str) -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise NotDone(f"cannot write {name}: {error.strerror or error}") from None
 
 
 class Records:
@@ -172,7 +204,7 @@ def _logprobs(token_ids: Sequence[int], found: Sequence[TokenLogprobs | None]) -
 
 def _finite(logprob: float | None) -> float | None:
     """Null for a probability of 0, since JSON knows no infinity."""
-    return None if logprob is None or math.isinf(logprob) else logprob
+    return None if logprob is None or not math.isfinite(logprob) else logprob
 
 
 def _error_record(
@@ -231,11 +263,16 @@ def open_output(path: str, stack: ExitStack, *, keep_order: bool, append: bool) 
         NotDone: it cannot be opened.
     """
     if path == "-":
-        return Writer(sys.stdout.buffer, keep_order=keep_order)
-    try:
-        if path.endswith(".gz"):
-            packed = gzip.open(path, "ab" if append else "wb", compresslevel=6)  # noqa: SIM115 - the stack closes it
-            return Writer(cast(BinaryIO, stack.enter_context(packed)), flush=False, keep_order=keep_order)
-        return Writer(stack.enter_context(open(path, "ab" if append else "wb")), keep_order=keep_order)
-    except OSError as error:
-        raise NotDone(f"cannot write {path}: {error.strerror or error}") from None
+        return Writer(sys.stdout.buffer, name="stdout", keep_order=keep_order)
+    is_packed = path.endswith(".gz")
+    mode: Literal["ab", "wb"] = "ab" if append else "wb"
+    with _writing(path):
+        stream = cast(BinaryIO, gzip.open(path, mode, compresslevel=6)) if is_packed else open(path, mode)  # noqa: SIM115
+    stack.callback(_let_go, stream)
+    return Writer(stream, name=path, flush=not is_packed, keep_order=keep_order)
+
+
+def _let_go(stream: BinaryIO) -> None:
+    """Close a file that is closed already, or whose job has ended in a way that says more than a fault of closing."""
+    with suppress(OSError):
+        stream.close()

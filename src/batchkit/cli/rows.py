@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,11 +17,16 @@ from .keys import HashTable, Key, hash_of, told_params
 from .lines import Lines
 from .templates import Template
 
-__all__ = ["Ask", "BadRow", "Row", "RowReader", "Rows", "Shard", "nameless"]
+__all__ = ["AGAIN", "Ask", "BadRow", "Row", "RowReader", "Rows", "Shard", "is_batch_file", "nameless"]
 
 _PARAMS = {field.name for field in dataclasses.fields(SamplingParams)}
 _ENDPOINTS = {"/v1/chat/completions": True, "/v1/completions": False}
 _BATCH_FIELDS = ("custom_id", "method", "url", "body")
+_MOST_UNCLEAR = 1000
+"""As many lines are looked at for what a file is."""
+
+AGAIN = 0
+"""In place of the hash of what a row asks: its record is an error, and it is to be done again."""
 
 
 class Ask(NamedTuple):
@@ -99,12 +105,10 @@ class RowReader:
     an id has its number for one, so that an explicit id that is the number of another line is taken by whichever comes
     first. All ids are remembered for that, as hashes: 34 MB for a million rows (see `HashTable`).
 
-    A file is an OpenAI batch file if it is said to be, or if its first readable line looks like one.
-
     Args:
         text: a line is a prompt (the column ``prompt``), not JSON.
         maybe_text: a line that is not JSON may be meant as a prompt.
-        batch: it is an OpenAI batch file; None: the first line tells.
+        batch: it is an OpenAI batch file.
         template: makes the prompt of other columns.
         chat: a prompt of text is a user's message.
         keep: the columns to copy, by the names that they get.
@@ -116,7 +120,7 @@ class RowReader:
         *,
         text: bool = False,
         maybe_text: bool = False,
-        batch: bool | None = None,
+        batch: bool = False,
         template: Template | None = None,
         chat: bool = False,
         keep: Mapping[str, str],
@@ -146,8 +150,6 @@ class RowReader:
             found = f"byte {error.start} is {line[error.start]:#04x}"
             raise self._bad(number, line, f"line {number} is not UTF-8: {found}", code="invalid_json_line") from None
         row = {"prompt": decoded.rstrip("\r\n")} if self._text else self._object(number, line, decoded)
-        if self._batch is None:
-            self._batch = "custom_id" in row and "body" in row
         if self._columns is None:
             self._columns = list(row)
         if self._absent:
@@ -173,7 +175,7 @@ class RowReader:
         except (TypeError, ValueError, RecursionError) as error:
             key = Key(who, _hash_of_line(line))
             told = f"line {number}: {error}"
-            raise BadRow(row_id, told, number=number, key=key, kept=kept, is_batch=bool(self._batch)) from None
+            raise BadRow(row_id, told, number=number, key=key, kept=kept, is_batch=self._batch) from None
         return Row(number, row_id, key, kept, ask)
 
     def absent(self) -> list[str]:
@@ -194,7 +196,7 @@ class RowReader:
     ) -> BadRow:
         """A line without an id that can be used."""
         key = Key(nameless(number), _hash_of_line(line))
-        return BadRow(number, message, number=number, key=key, kept=kept or {}, code=code, is_batch=bool(self._batch))
+        return BadRow(number, message, number=number, key=key, kept=kept or {}, code=code, is_batch=self._batch)
 
     def _object(self, number: int, line: bytes, text: str) -> dict[str, Any]:
         try:
@@ -305,7 +307,7 @@ class Rows:
         lines: of the file.
         reader: makes rows of them; each line goes through it.
         shard: only this part.
-        done: hashes of what is asked, by the hashes of ids: such rows are passed over.
+        done: hashes of what is asked, by the hashes of ids: such rows are passed over. Those with `AGAIN` are not.
         num_left: how many there are to be done, if it is known.
 
     Attributes:
@@ -330,6 +332,25 @@ class Rows:
     def ended(self) -> bool:
         """There are no more."""
         return self._lines.ended
+
+    @property
+    def num_lines(self) -> int:
+        """Lines of the file that have been read, empty ones among them."""
+        return self._lines.num_lines
+
+    def is_again(self, row: Row | BadRow) -> bool:
+        """Whether a row has failed in an earlier run."""
+        return self._done is not None and self._done.get(row.key.who) == AGAIN
+
+    def has_more(self) -> bool:
+        """Whether there are more, or there may be: a pipe is not waited for. To be asked once, in the end.
+
+        Raises:
+            NotDone: as `get`.
+        """
+        if self._num_left is not None:
+            return self.num < self._num_left
+        return self.get(wait=False) is not None or not self.ended
 
     def get(self, *, wait: bool) -> Row | BadRow | None:
         """The next one, or what is wrong with it. None: there is no more, or not yet and `wait` is False.
@@ -362,14 +383,35 @@ class Rows:
         return round(num_lines * self.num / self._lines.num_rows)
 
 
+def is_batch_file(lines: Lines) -> bool:
+    """Whether a file is one of OpenAI's batch API, by its first line that shows what it is.
+
+    Bad lines before that show nothing. Lines have the fields of the API, or a prompt or messages.
+    """
+    for line in islice(lines.peek(), _MOST_UNCLEAR):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(row, dict):
+            continue
+        if ("custom_id" in row or "method" in row) and ("url" in row or "body" in row):
+            return True
+        if "prompt" in row or "messages" in row:
+            return False
+    return False
+
+
 def nameless(number: int) -> int:
     """The hash by which a line without an id that can be used is known."""
     return hash_of(["line", number])
 
 
 def _kept(value: Any) -> Any:
-    if isinstance(value, (dict, list)):
-        json.dumps(value)  # what is nested so deep that it can be read and not written is this row's fault
+    """A value as a record may have it: null for numbers that JSON does not know (NaN, infinity)."""
+    if isinstance(value, (dict, list, float)):
+        # What is nested so deep that it can be read and not written is this row's fault, and raises here.
+        return json.loads(json.dumps(value), parse_constant=lambda name: None)
     return value
 
 
