@@ -136,7 +136,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
         "--format",
         choices=("jsonl", "text", "openai"),
         help="text: a line is a prompt; openai: a batch file of that API; default: text for .txt, else what the first "
-        "line looks like",
+        "good line looks like",
     )
     rows.add_argument(
         "--template",
