@@ -105,8 +105,8 @@ class Engine:
 
     The parts are built by the caller; `from_pretrained` and `from_model` do the usual wiring. One engine has one
     owner: a call from another thread while a step runs raises EngineBusy, except `abort`, which is queued, and
-    questions (`has_unfinished`, `stats`, `geometry`, `clock`), which are also answered after `close`. Leaving a
-    ``with`` block closes it.
+    questions (`has_unfinished`, `is_closed`, `stats`, `geometry`, `clock`), which are also answered after `close`.
+    Leaving a ``with`` block closes it.
 
     Args:
         runner: computes; see `ModelRunner`.
@@ -981,6 +981,11 @@ class Engine:
     # ------------------------------------------------------------------------------- the rest
 
     @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
+    @property
     def clock(self) -> Clock:
         """The engine's source of time."""
         return self._clock
@@ -1168,7 +1173,10 @@ def _pairs(
 def _seconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a time in seconds, got {value!r}")
-    seconds = float(value)
+    try:
+        seconds = float(value)
+    except OverflowError:  # an integer beyond every float
+        seconds = math.inf
     if not 0 < seconds < math.inf:
         raise RequestError(f"{name} must be finite and above 0 seconds, got {value}")
     return seconds

@@ -391,7 +391,7 @@ class EngineThread:
     @property
     def is_open(self) -> bool:
         """Whether it takes requests: it is neither closed nor closing, and has not failed."""
-        return self._stage is _Stage.OPEN and not self._engine._closed
+        return self._stage is _Stage.OPEN and not self._engine.is_closed
 
     def close(self, *, drain: bool = True, timeout_s: float | None = None, wait: bool = True) -> None:
         """End the thread, and close the engine. Idempotent.
@@ -483,7 +483,7 @@ class EngineThread:
         try:
             self._serve()
         except EngineClosed as error:
-            if not self._engine._closed:
+            if not self._engine.is_closed:
                 failure = error
         except BaseException as error:
             failure = error
@@ -491,7 +491,7 @@ class EngineThread:
 
     def _serve(self) -> None:
         """Until the end is asked for, or somebody has closed the engine itself."""
-        while not self._engine._closed:
+        while not self._engine.is_closed:
             stage = self._stage  # read first: all that was submitted before it rose is in the mailbox by now
             has_news = self._read_mailbox()
             if self._let_in():

@@ -78,7 +78,9 @@ def test_timeouts_of_requests_that_have_ended_are_forgotten() -> None:
     assert len(rig.engine._timeouts) < 100
 
 
-@pytest.mark.parametrize(("value", "error"), [(0, RequestError), (-1, RequestError), (math.inf, RequestError)])
+@pytest.mark.parametrize(
+    ("value", "error"), [(0, RequestError), (-1, RequestError), (math.inf, RequestError), (10**400, RequestError)]
+)
 def test_a_timeout_that_is_no_time(value, error) -> None:
     rig = Rig()
     with pytest.raises(error, match=f"timeout_s must be finite and above 0 seconds, got {value}"):
