@@ -546,12 +546,13 @@ class Scheduler(ABC):
         logits, and with it the last block of the prompt is written.
 
         Returns:
-            False: nothing has changed. The policy keeps `seq`, or others might find that block.
+            False: nothing has changed. The policy keeps `seq`, or its batches as they are (`streams`), or others might
+            find that block.
         """
         allocator = self.allocator
         if seq.id in self._released or allocator.prefix_caching or not allocator.shares_blocks:
             return False
-        if not self.may_leave(seq):
+        if not self.streams or not self.may_leave(seq):
             return False
         allocator.rename(seq.id, heir.id)
         if heir.id in self._waiting.ids:

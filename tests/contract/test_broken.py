@@ -467,7 +467,15 @@ class DropsItsHit(Caching):
         return super().grow(seq_id, num_tokens, **more)
 
 
+class RenamesACopy(Caching):
+    """The old one keeps its table."""
+
+    def rename(self, old, new):
+        self._tables[new] = self._tables[old]
+
+
 BROKEN_ALLOCATORS = {
+    RenamesACopy: "rename moves a table",
     DoubleFrees: "add up to the pool",
     Leaks: "add up to the pool",
     GrowsInPart: "has changed nothing",

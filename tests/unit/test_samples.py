@@ -260,6 +260,16 @@ def test_the_prompt_is_handed_on_where_samples_run_one_by_one() -> None:
     assert rig.engine.stats().cached_tokens == 2 * 8
 
 
+@pytest.mark.parametrize("drop_finished", [False, True])
+def test_a_static_batch_stays_as_it_was_picked(drop_finished) -> None:
+    rig = Rig(StaticScheduler, script={"x/0": [7]}, eos=(7,), drop_finished=drop_finished)
+    rig.add("x", 9, n=3, max_tokens=3)
+    rig.add("y", 5, max_tokens=6)
+    rig.finish()
+    first_batch = [{row.seq_id for row in out.rows} for out in rig.runner.outs[:6]]
+    assert len(set.union(*first_batch)) == 2  # the first sample and y
+
+
 def test_a_sample_whose_siblings_hold_nothing_computes_the_prompt_itself() -> None:
     rig = Rig(seats=1, allocator=ContiguousAllocator, policy=OrcaScheduler)
     rig.add("x", 9, n=3, max_tokens=3)

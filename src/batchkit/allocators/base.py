@@ -130,7 +130,7 @@ class BlockAllocator(ABC):
         raise NotImplementedError(f"{type(self).__name__} knows no beam groups")
 
     def rename(self, old: int, new: int) -> None:
-        """Give the table of sequence `old` to `new`, which has none. Only where `shares_blocks`."""
+        """Give the table of sequence `old` to `new`, which has none; needed where `shares_blocks`."""
         raise NotImplementedError(f"{type(self).__name__} shares no blocks")
 
     def forget(self) -> None:  # noqa: B027

@@ -95,6 +95,9 @@ class _Trial:
                 self.free(next_id + 1000)  # one that was never there
             elif act < 0.77:
                 self.forget()
+            elif act < 0.82 and self.held and self.pool.shares_blocks:
+                self.rename(rng.choice(list(self.held)), next_id)
+                next_id += 1
             elif self.held:
                 seq_id = rng.choice(list(self.held))
                 self.free(seq_id)
@@ -108,6 +111,14 @@ class _Trial:
             raise self.broken("after the last free every block is free")
 
     # ------------------------------------------------------------------------------- verbs
+
+    def rename(self, old: int, new: int) -> None:
+        self.verb = f"rename({old}, {new})"
+        free, table = self.pool.num_free_blocks, self.pool.table(old)
+        self.pool.rename(old, new)
+        if len(self.pool.table(old)) or self.pool.table(new) is not table or self.pool.num_free_blocks != free:
+            raise self.broken("rename moves a table and changes nothing else", f"it was {tuple(table)}")
+        self.held[new] = self.held.pop(old)
 
     def begin(self, seq_id: int) -> None:
         """A new sequence, which may begin with blocks that are there."""
