@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -161,6 +162,8 @@ def engine_options(monkeypatch, *options):
         raise OSError("that will do")
 
     monkeypatch.setattr(Engine, "from_pretrained", from_pretrained)
+    no_torch = SimpleNamespace(limit_threads=lambda: None)  # its threads are not to be changed, nor need it be there
+    monkeypatch.setitem(sys.modules, "batchkit.hf.environment", no_torch)
     assert cli.main([*ALL, *options]) == 1
     return got
 
