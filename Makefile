@@ -55,7 +55,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 .venv-oldest/.ready: pyproject.toml Makefile
 	$(need_python)
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet $(TORCH) $(OLDEST) pytest hypothesis -e .
+	.venv-oldest/bin/python -m pip install --quiet $(TORCH) $(OLDEST) pytest hypothesis -e '.[structured]'
 	@touch $@
 
 # Renamed into place when it is complete, so that the folder is either whole or absent.
