@@ -133,7 +133,7 @@ CIRCUMSTANCES: dict[str, dict[str, Any]] = {
     "chunks of three": {"max_num_seqs": 1, "max_tokens_per_step": 3},
     "small chunks": {"max_num_seqs": 3, "max_tokens_per_step": 8},
     "recompute": {"scheduler": PagedScheduler, "num_kv_blocks": 45},
-    "recompute chunks": {"num_kv_blocks": 45, "max_tokens_per_step": 16, "max_num_seqs": 10},
+    "recompute chunks": {"num_kv_blocks": 30, "max_tokens_per_step": 16, "max_num_seqs": 10},
     "swap": {"scheduler": PagedScheduler, "num_kv_blocks": 45, "swap_memory": "1MB"},
     "prefixes": {"prefix_caching": True},
     "prefixes and recompute": {"prefix_caching": True, "num_kv_blocks": 45, "scheduler": ChunkedPrefillScheduler},
