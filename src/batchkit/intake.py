@@ -182,9 +182,9 @@ class Intake:
         """The tokens of a word, at the beginning of a text and behind a space."""
         if self._tokenizer is None:
             raise RequestError(f"the bad word {word!r} needs a tokenizer, and this engine has none")
+        specials = self._encode("", "empty text")
         for text in (word, " " + word.lstrip()):
             token_ids = self._encode(text, "bad word")
-            specials = self._encode("", "empty text")
             count = num_shared(specials, token_ids)
             behind = specials[count:]
             end = len(token_ids) - len(behind) if behind and token_ids[-len(behind) :] == behind else len(token_ids)

@@ -21,18 +21,14 @@ class LiveSample:
         text: its text; None: it gets none.
         reason: why it ended; None while it runs, and while its policy holds it.
         due: why it will have ended as soon as its policy lets it go.
-        is_delivered: whether a completion has said why it ended.
     """
 
     __slots__ = (
         "_cumulative_logprob",
+        "_delivered",
         "_logprobs",
-        "_num_delivered",
-        "_num_pieces_delivered",
         "_quiet",
-        "_quiet_at",
         "due",
-        "is_delivered",
         "reason",
         "seq",
         "text",
@@ -43,15 +39,18 @@ class LiveSample:
         self.text = text
         self.reason: FinishReason | None = None
         self.due: FinishReason | None = None
-        self.is_delivered = False
         wanted = seq.request.params.logprobs is not None
         self._logprobs: list[TokenLogprobs] | None = [] if wanted else None
         self._cumulative_logprob = 0.0
-        self._num_delivered = 0
-        self._num_pieces_delivered = 0
+        # As of the last completion: how many tokens, how many pieces of text, and `reason`.
+        self._delivered: tuple[int, int, FinishReason | None] = (0, 0, None)
         # Of many samples few have news in a step: what a step costs is not to grow with all of them.
         self._quiet: Completion | None = None
-        self._quiet_at: tuple[int, int, FinishReason | None] | None = None
+
+    @property
+    def is_delivered(self) -> bool:
+        """Whether a completion has said why it ended."""
+        return self._delivered[2] is not None
 
     def append(self, result: RowResult) -> None:
         """Take the token of a row that sampled."""
@@ -66,25 +65,23 @@ class LiveSample:
     def completion(self) -> Completion:
         """All of it, with what is new since the last call; the same object while nothing is."""
         ids, pieces = self.seq.output, self.text.pieces if self.text else ()
-        news = (len(ids), len(pieces), self.reason)
-        if self._quiet is not None and news == self._quiet_at:
+        now = (len(ids), len(pieces), self.reason)
+        is_quiet = now == self._delivered
+        if is_quiet and self._quiet is not None:
             return self._quiet
+        num_ids, num_pieces, _ = self._delivered
         completion = Completion(
             index=self.seq.index,
             ids=ids,
-            new_token_ids=tuple(ids[self._num_delivered :]),
+            new_token_ids=tuple(ids[num_ids:]),
             pieces=pieces,
-            new_text="".join(pieces[self._num_pieces_delivered :]),
+            new_text="".join(pieces[num_pieces:]),
             finish_reason=self.reason,
             logprobs=self._logprobs,
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
         )
-        if news == self._quiet_at:  # delivered with the last call
-            self._quiet = completion
-        else:
-            self._quiet, self._quiet_at = None, news
-        self._num_delivered, self._num_pieces_delivered = len(ids), len(pieces)
-        self.is_delivered = self.reason is not None
+        self._delivered = now
+        self._quiet = completion if is_quiet else None
         return completion
 
 
