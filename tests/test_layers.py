@@ -26,6 +26,7 @@ ROWS: dict[str, int] = {
     "batchkit.clocks": 0,
     "batchkit.machine": 0,
     "batchkit.sizes": 0,
+    "batchkit.costs": 1,
     "batchkit.sequence": 1,
     "batchkit.queues": 1,
     "batchkit.allocators": 1,
@@ -37,6 +38,8 @@ ROWS: dict[str, int] = {
     "batchkit.schedulers": 3,
     "batchkit.simulate": 3,
     "batchkit.trace": 3,
+    "batchkit.workload": 3,
+    "batchkit.metrics": 3,
     "batchkit.intake": 3,
     "batchkit.openai": 3,
     "batchkit.live": 3,
@@ -44,9 +47,11 @@ ROWS: dict[str, int] = {
     "batchkit.threads": 5,
     "batchkit.aio": 5,
     "batchkit.testing": 5,
-    "batchkit.cli": 5,
-    "batchkit.__main__": 5,
-    "batchkit.__init__": 6,
+    "batchkit.experiment": 5,
+    "batchkit.show": 5,
+    "batchkit.cli": 6,
+    "batchkit.__main__": 6,
+    "batchkit.__init__": 7,
 }
 HF = "batchkit.hf"
 HF_MAY_IMPORT_UP_TO = 2
@@ -65,6 +70,7 @@ LAZY: dict[str, set[str]] = {
     "batchkit.engine": {HF, "tqdm"},
     "batchkit.testing": {HF},
     "batchkit.cli": {HF, "tqdm"},
+    "batchkit.experiment": {HF, "matplotlib"},
     "batchkit.__init__": {HF},
 }
 

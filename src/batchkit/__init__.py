@@ -7,6 +7,7 @@ transformers; `Engine.from_pretrained` does.
 
 from .allocators import BlockAllocator, ContiguousAllocator, PagedAllocator
 from .clocks import Clock, MonotonicClock, VirtualClock
+from .costs import Device, ModelShape, RooflineCost, StepCost
 from .engine import Engine
 from .errors import (
     BatchkitError,
@@ -49,7 +50,7 @@ from .schedulers import (
     WaitingServedScheduler,
 )
 from .sequence import Sequence, Status
-from .simulate import RooflineCost, SimulatedRunner, TrueLengths, WorkloadRecord, simulate
+from .simulate import SimulatedRunner, TrueLengths
 from .text import Tokenizer
 from .threads import EngineThread
 from .types import (
@@ -72,6 +73,7 @@ from .types import (
     StepReport,
     TokenLogprobs,
 )
+from .workload import Played, Session, WorkloadRecord, play, simulate
 
 __version__ = "0.1.0"
 
@@ -85,6 +87,7 @@ __all__ = [
     "Completion",
     "ConformanceError",
     "ContiguousAllocator",
+    "Device",
     "DuplicateRequest",
     "DynamicScheduler",
     "Engine",
@@ -105,12 +108,14 @@ __all__ = [
     "LogitsProcessor",
     "Logprob",
     "ModelRunner",
+    "ModelShape",
     "MonotonicClock",
     "OptimisticScheduler",
     "OrcaScheduler",
     "OutOfKVMemory",
     "PagedAllocator",
     "PagedScheduler",
+    "Played",
     "PolicyError",
     "Preemption",
     "PriorityScheduler",
@@ -134,6 +139,7 @@ __all__ = [
     "SchedulerOutput",
     "SchedulerStalled",
     "Sequence",
+    "Session",
     "ShortestFirstScheduler",
     "ShortestRemainingScheduler",
     "SimulatedRunner",
@@ -141,6 +147,7 @@ __all__ = [
     "StaticScheduler",
     "Status",
     "Step",
+    "StepCost",
     "StepReport",
     "StructuredOutputsParams",
     "Swap",
@@ -151,5 +158,6 @@ __all__ = [
     "VirtualClock",
     "WaitingServedScheduler",
     "WorkloadRecord",
+    "play",
     "simulate",
 ]

@@ -1,4 +1,4 @@
-"""An engine without a device: a runner that fakes the model and checks the KV cache, a virtual clock, and workloads.
+"""An engine without a device: a runner that fakes the model and checks the KV cache, and one that sets lengths.
 
 `SimulatedRunner` stands where a real runner stands, under the same engine, schedulers and allocators. It samples
 tokens by a fixed rule, keeps a tag where a real runner keeps a key and a value, and lets a `VirtualClock` pass by what
@@ -8,31 +8,28 @@ a cost function says of each step.
 from __future__ import annotations
 
 import math
-import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from typing_extensions import override
 
-from .clocks import Clock, VirtualClock
+from .clocks import VirtualClock
+from .costs import StepCost
 from .errors import InvariantError
-from .params import SamplingParams
 from .runner import ModelRunner
 from .types import (
     BlockCopy,
     KVGeometry,
     Logprob,
     Request,
-    RequestOutput,
     RowResult,
     SamplerOutput,
     ScheduledSequence,
     SchedulerOutput,
 )
 
-__all__ = ["RooflineCost", "SimulatedRunner", "TrueLengths", "WorkloadRecord", "simulate"]
+__all__ = ["SimulatedRunner", "TrueLengths"]
 
 _MASK = (1 << 64) - 1
 
@@ -48,50 +45,6 @@ def _made_up(prefix: int, token: int) -> dict[int, Logprob]:
     return {token: Logprob(-(_mix(prefix, token) % 1000) / 100, 1)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RooflineCost:
-    """Seconds of one step on a device, from its arithmetic and its bandwidth.
-
-    ::
-
-        overhead_s + max(weight bytes / bandwidth, 2 x params x tokens / (efficiency x flops)) + KV bytes / bandwidth
-
-    Every step reads the weights once, however many tokens it computes, and the keys and values of every row's context.
-
-    Args:
-        num_params: of the model.
-        kv_bytes_per_token: keys and values of all layers.
-        bandwidth: bytes per second.
-        flops: floating-point operations per second, at the weights' precision.
-        bytes_per_param: 2 for half precision.
-        efficiency: the part of `flops` that matrix products reach.
-        overhead_s: what a step costs beyond.
-
-    >>> a100 = dict(bandwidth=1.555e12, flops=312e12)
-    >>> cost = RooflineCost(num_params=12.85e9, kv_bytes_per_token=819_200, **a100)
-    >>> round(cost.seconds(num_tokens=8, context_tokens=8 * 600), 4)
-    0.0211
-    """
-
-    num_params: float
-    kv_bytes_per_token: float
-    bandwidth: float
-    flops: float
-    bytes_per_param: float = 2.0
-    efficiency: float = 0.6
-    overhead_s: float = 0.002
-
-    def seconds(self, num_tokens: int, context_tokens: int) -> float:
-        """Of a step that computes `num_tokens` over rows whose contexts add up to `context_tokens`."""
-        weights = self.num_params * self.bytes_per_param / self.bandwidth
-        compute = 2 * self.num_params * num_tokens / (self.efficiency * self.flops)
-        return self.overhead_s + max(weights, compute) + context_tokens * self.kv_bytes_per_token / self.bandwidth
-
-    def __call__(self, out: SchedulerOutput) -> float:
-        """Of the rows of `out`."""
-        return self.seconds(out.num_tokens, sum(row.start + row.num_tokens for row in out.rows))
-
-
 class SimulatedRunner(ModelRunner):
     """A runner without a model, for tests, for policies in the making, and for simulation.
 
@@ -104,7 +57,7 @@ class SimulatedRunner(ModelRunner):
     Args:
         geometry: the KV memory's shape.
         clock: passes by `cost` in each step that has rows. Default: none.
-        cost: seconds of a step. Default: a thousandth.
+        cost: seconds of a step with rows; a `StepCost` says what copies take too. Default: a thousandth.
         check_kv: False keeps no tags, for long simulations; a wrong block table then goes unnoticed.
 
     >>> from batchkit import Engine, KVGeometry, PagedAllocator, PagedScheduler, SamplingParams, SimulatedRunner
@@ -125,6 +78,7 @@ class SimulatedRunner(ModelRunner):
         self._geometry = geometry
         self._clock = clock
         self._cost = cost
+        self._copy_cost = cost.copying if isinstance(cost, StepCost) else None
         self._check_kv = check_kv
         self._tags: dict[str, list[list[int | None]]] = {}
         self._names: dict[str, list[list[str]]] = {}
@@ -211,6 +165,8 @@ class SimulatedRunner(ModelRunner):
 
     @override
     def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        if self._clock is not None and self._copy_cost is not None:
+            self._clock.advance(self._copy_cost(copies))
         if not self._check_kv:
             return
         ways = {"copy": ("device", "device"), "swap_out": ("device", "host"), "swap_in": ("host", "device")}
@@ -299,126 +255,3 @@ def _with_token(result: RowResult, token: int) -> RowResult:
     if logprobs is not None and token not in logprobs[0]:
         logprobs = ({**logprobs[0], token: Logprob(math.nan, 0)},)
     return replace(result, token_ids=(token,), logprobs=logprobs)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkloadRecord:
-    """One request of a workload: what is declared, what really happens, and what is guessed.
-
-    Args:
-        prompt: token ids, or how many; random ones are then made.
-        max_tokens: declared: what reservation and admission see.
-        output_tokens: what really happens, under a `TrueLengths` runner. Default: `max_tokens`.
-        predicted: a guess of `output_tokens` that a policy may read as ``request.length_hint``.
-        arrival, deadline: seconds from the start.
-        priority, metadata: see `Request`.
-    """
-
-    prompt: int | Sequence[int]
-    max_tokens: int
-    output_tokens: int | None = None
-    predicted: int | None = None
-    arrival: float = 0.0
-    deadline: float | None = None
-    priority: int = 0
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.arrival):
-            raise ValueError(f"arrival must be a time in seconds, got {self.arrival}")
-        if self.output_tokens is not None and not 1 <= self.output_tokens <= self.max_tokens:
-            raise ValueError(
-                f"output_tokens must be between 1 and max_tokens ({self.max_tokens}), got {self.output_tokens}"
-            )
-
-
-class _Engine(Protocol):
-    """What `simulate` needs of an engine."""
-
-    @property
-    def clock(self) -> Clock: ...
-    @property
-    def geometry(self) -> KVGeometry: ...
-    def add_request(
-        self,
-        prompt: Sequence[int],
-        params: SamplingParams,
-        *,
-        priority: int,
-        arrival: float,
-        deadline: float | None,
-        length_hint: int | None,
-        metadata: Mapping[str, Any],
-    ) -> str: ...
-    def step(self) -> list[RequestOutput]: ...
-    def wait(self, until: float | None = None) -> None: ...
-    def has_unfinished(self) -> bool: ...
-
-
-def simulate(engine: _Engine, records: Iterable[WorkloadRecord], *, seed: int = 0) -> list[RequestOutput]:
-    """Replay a workload: add each request when it is due, step until all have ended.
-
-    Works on any engine; with a `VirtualClock` it takes as long as the bookkeeping takes, with a real clock as long as
-    the workload. Greedy; the model's EOS tokens are not masked, see `TrueLengths`.
-
-    Args:
-        engine: without other requests.
-        records: in any order.
-        seed: of the prompts that are given as a length.
-
-    Returns:
-        The final outputs, in the order of `records`.
-
-    Raises:
-        ValueError: a record says ``output_tokens``, and the runner does not heed it.
-    """
-    clock, vocab_size = engine.clock, engine.geometry.vocab_size
-    start = clock()
-    rng = random.Random(seed)
-    todo = [(record, _prompt(record, rng, vocab_size)) for record in records]
-    due: Iterator[int] = iter(sorted(range(len(todo)), key=lambda index: todo[index][0].arrival))
-    coming = next(due, None)
-    results: dict[int, RequestOutput] = {}
-    indices: dict[str, int] = {}
-    while coming is not None or engine.has_unfinished():
-        while coming is not None and start + todo[coming][0].arrival <= clock():
-            record, prompt = todo[coming]
-            request_id = engine.add_request(
-                prompt,
-                SamplingParams(temperature=0, max_tokens=record.max_tokens, detokenize=False),
-                priority=record.priority,
-                arrival=start + record.arrival,
-                deadline=None if record.deadline is None else start + record.deadline,
-                length_hint=record.predicted,
-                metadata={**record.metadata, "output_tokens": record.output_tokens or record.max_tokens},
-            )
-            indices[request_id] = coming
-            coming = next(due, None)
-        arrival = None if coming is None else start + todo[coming][0].arrival
-        if not engine.has_unfinished():
-            assert arrival is not None
-            clock.sleep_until(arrival)
-            continue
-        for output in engine.step():
-            if output.finished:
-                index = indices.pop(output.request_id)
-                _check_length(todo[index][0], output)
-                results[index] = output
-        engine.wait(arrival)
-    return [results[index] for index in range(len(todo))]
-
-
-def _check_length(record: WorkloadRecord, output: RequestOutput) -> None:
-    wanted, given = record.output_tokens, output.outputs[0].num_tokens
-    if wanted is not None and given != wanted and output.finish_reason in ("stop", "length"):
-        raise ValueError(
-            f"a record has output_tokens={wanted}, and the request gave {given}: put TrueLengths around the runner"
-        )
-
-
-def _prompt(record: WorkloadRecord, rng: random.Random, vocab_size: int) -> Sequence[int]:
-    if not isinstance(record.prompt, int):
-        return record.prompt
-    if record.prompt < 1:
-        raise ValueError(f"a prompt needs at least 1 token, got {record.prompt}")
-    return [rng.randrange(vocab_size) for _ in range(record.prompt)]
