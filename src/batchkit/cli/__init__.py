@@ -25,17 +25,19 @@ from .dry_run import preview_engine
 from .faults import NotDone, say
 from .inspect import doctor, env
 from .job import generate
-from .options import INTERRUPTED, NOT_DONE, parse
+from .options import INTERRUPTED, NOT_DONE, AddCommand, parse
 from .specs import SCHEDULERS
 
 __all__ = ["SCHEDULERS", "main", "make_engine"]
+
+_MORE: tuple[AddCommand, ...] = ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; ``sys.argv[1:]`` by default. Returns the exit code; wrong usage raises SystemExit(2)."""
     if sys.stderr is None:  # closed; `print` would take stdout in its place, among the records
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
-    args = parse(argv)
+    args = parse(argv, _MORE)
     try:
         code = _run(args)
         if sys.stdout is not None:
@@ -55,7 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     if args.command == "generate":
         return generate(args, make_engine)
-    return doctor(args) if args.command == "doctor" else env()
+    if args.command in ("env", "doctor"):
+        return doctor(args) if args.command == "doctor" else env()
+    return int(args.run(args))
 
 
 def _give_up(stream: TextIO | None) -> None:

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TypeVar, get_args
 
 from typing_extensions import override
@@ -19,7 +19,7 @@ from .rows import Shard
 from .specs import SCHEDULERS, parse_policy, try_policy
 from .templates import Template
 
-__all__ = ["DONE", "FAILED_ROWS", "INTERRUPTED", "NOT_DONE", "STOPPED", "parse"]
+__all__ = ["DONE", "FAILED_ROWS", "INTERRUPTED", "NOT_DONE", "STOPPED", "AddCommand", "parse"]
 
 DONE, NOT_DONE, USAGE, FAILED_ROWS, STOPPED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -30,6 +30,7 @@ _EXIT_CODES = (
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _DEFAULTS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
 _T = TypeVar("_T")
+AddCommand = Callable[["argparse._SubParsersAction[Any]"], None]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -48,8 +49,13 @@ class _Parser(argparse.ArgumentParser):
         self.error(f"there is no option {option}" + (f"; is it {near[0]}?" if near else ""))
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, checked. Wrong usage ends the program with exit code 2."""
+def parse(argv: Sequence[str] | None, more: Iterable[AddCommand] = ()) -> argparse.Namespace:
+    """The options, checked. Wrong usage ends the program with exit code 2.
+
+    Args:
+        argv: default: the program's.
+        more: each adds a command whose parser has the default ``run``, a function of the options.
+    """
     parser = _Parser(prog="batchkit", description="Continuous batching of LLM inference.")
     version = sys.modules["batchkit"].__version__  # imported by now, since this is a part of it
     parser.add_argument("--version", action="version", version=f"batchkit {version}")
@@ -85,6 +91,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     doctor.add_argument("--device", help="such as cpu or cuda:0; default: the accelerator, if there is one")
     doctor.add_argument("--seed", metavar="N", type=int, default=0, help="of the tokens and the pieces; default: 0")
 
+    for add in more:
+        add(commands)
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         commands.choices[args.command].unknown(unknown)
