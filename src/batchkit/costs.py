@@ -70,7 +70,7 @@ DEVICES: dict[str, Device] = {
         Device(name="h200", memory_bytes=141e9, bandwidth=4.8e12, flops=989e12, host_bandwidth=50e9),
     )
 }
-"""By name. NVIDIA data sheets: A100 PCIe 40 GB, A100 SXM 80 GB, H100 SXM, H200 SXM; to the host PCIe 4, with H PCIe 5."""
+"""By name, from NVIDIA's data sheets: A100 PCIe 40 GB, A100 SXM 80 GB, H100 SXM, H200 SXM; PCIe 4 or 5 to the host."""
 
 
 @runtime_checkable

@@ -1,0 +1,216 @@
+"""Where an experiment runs: on a simulated device, or on a model that is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from typing_extensions import override
+
+from ..allocators import PagedAllocator
+from ..clocks import Clock, MonotonicClock, VirtualClock
+from ..costs import RooflineCost
+from ..engine import Engine
+from ..metrics import StepRecorder
+from ..params import SamplingParams
+from ..preemption import Swap
+from ..runner import ModelRunner
+from ..simulate import SimulatedRunner, TrueLengths
+from ..types import KVGeometry, StepReport
+from ..workload import Session, WorkloadRecord
+from .policies import Policy
+
+__all__ = ["Load", "ModelTarget", "SimulatedTarget", "Stage", "Target", "longest_output", "longest_sequence"]
+
+Load = Sequence["WorkloadRecord | Session"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """An engine that is ready to run, and what adds up its steps."""
+
+    engine: Engine
+    recorder: StepRecorder
+
+
+class Target(Protocol):
+    """A device, simulated or real, with a KV budget. `open` gives a `Stage`, and closes its engine afterwards."""
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its seconds are those of a cost model."""
+
+    def open(
+        self, policy: Policy, load: Load, *, on_step: Callable[[StepReport], None] | None = None
+    ) -> AbstractContextManager[Stage]:
+        """An engine of its own for a policy that is to play a load; `on_step` sees its steps too."""
+
+
+def longest_output(load: Load) -> int:
+    """Tokens that the longest output really has."""
+    return max(turn.output_tokens or turn.max_tokens for turn in _turns(load))
+
+
+def longest_sequence(load: Load) -> int:
+    """KV slots that the longest sequence may need, by what it declares."""
+    longest = 0
+    for item in load:
+        before = 0
+        for turn in _turns([item]):
+            prompt = turn.prompt if isinstance(turn.prompt, int) else len(turn.prompt)
+            longest = max(longest, before + prompt + max(turn.max_tokens, 1) - 1)
+            if isinstance(item, Session) and item.keeps_context:
+                before += prompt + (turn.output_tokens or turn.max_tokens)
+    return longest
+
+
+def _turns(load: Load) -> Iterator[WorkloadRecord]:
+    for item in load:
+        if isinstance(item, Session):
+            yield from item.turns
+        else:
+            yield item
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimulatedTarget(Target):
+    """A device by its cost model. The engine, the schedulers and the allocators are the real ones.
+
+    Attributes:
+        cost: seconds of a step; a policy's `System` replaces its overheads.
+        kv_tokens: the KV budget, rounded down to blocks.
+        block_size: tokens per block.
+        max_model_len: the most tokens of prompt and output together.
+        vocab_size: of the made-up tokens.
+        prefix_caching: see `PagedAllocator`.
+        host_tokens: host memory for preempted sequences, in tokens; 0: they are computed again.
+        check_kv: see `SimulatedRunner`; takes a few times as long.
+    """
+
+    cost: RooflineCost
+    kv_tokens: int
+    block_size: int = 16
+    max_model_len: int = 2048
+    vocab_size: int = 32_000
+    prefix_caching: bool = False
+    host_tokens: int = 0
+    check_kv: bool = False
+
+    @property
+    @override
+    def is_simulated(self) -> bool:
+        return True
+
+    @contextmanager
+    @override
+    def open(
+        self, policy: Policy, load: Load, *, on_step: Callable[[StepReport], None] | None = None
+    ) -> Iterator[Stage]:
+        clock = VirtualClock()
+        geometry = KVGeometry(
+            num_blocks=_num_blocks(policy, self.kv_tokens, self.block_size),
+            block_size=self.block_size,
+            host_blocks=self.host_tokens // self.block_size,
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+        )
+        cost = self.cost
+        if policy.system is not None:
+            cost = replace(
+                cost,
+                overhead_s=policy.system.overhead_s,
+                batch_overhead_s=policy.system.batch_overhead_s,
+                padded=policy.system.padded,
+            )
+        runner = SimulatedRunner(geometry, clock=clock, cost=cost, check_kv=self.check_kv)
+        with _stage(runner, policy, load, clock, self.prefix_caching, on_step) as stage:
+            yield stage
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelTarget(Target):
+    """A transformers model that is loaded. Its seconds are real ones.
+
+    Attributes:
+        model: a causal language model of transformers.
+        kv_tokens: the KV budget, rounded down to blocks.
+        block_size, max_model_len, prefix_caching, swap_memory: see `Engine.from_model`.
+    """
+
+    model: Any
+    kv_tokens: int
+    block_size: int = 16
+    max_model_len: int | None = None
+    prefix_caching: bool = False
+    swap_memory: int | str | None = None
+
+    @property
+    @override
+    def is_simulated(self) -> bool:
+        return False
+
+    @contextmanager
+    @override
+    def open(
+        self, policy: Policy, load: Load, *, on_step: Callable[[StepReport], None] | None = None
+    ) -> Iterator[Stage]:
+        from ..hf.runner import TransformersRunner
+
+        num_blocks = _num_blocks(policy, self.kv_tokens, self.block_size)
+        runner = TransformersRunner(
+            self.model,
+            num_kv_blocks=num_blocks,
+            block_size=self.block_size,
+            max_model_len=self.max_model_len,
+            swap_memory=self.swap_memory,
+        )
+        with _stage(runner, policy, load, MonotonicClock(), self.prefix_caching, on_step) as stage:
+            # The first steps of a process compile, allocate and fill caches; they are nobody's cost.
+            stage.engine.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False))
+            stage.recorder.clear()
+            yield stage
+
+
+def _num_blocks(policy: Policy, kv_tokens: int, block_size: int) -> int:
+    tokens = kv_tokens if policy.kv_tokens is None else policy.kv_tokens
+    if tokens < block_size:
+        raise ValueError(f"{policy.name}: a KV budget of {tokens} tokens is not one block of {block_size}")
+    return tokens // block_size
+
+
+@contextmanager
+def _stage(
+    runner: ModelRunner,
+    policy: Policy,
+    load: Load,
+    clock: Clock,
+    prefix_caching: bool,
+    on_step: Callable[[StepReport], None] | None,
+) -> Iterator[Stage]:
+    geometry = runner.geometry
+    try:
+        host = PagedAllocator(geometry.host_blocks, geometry.block_size) if geometry.host_blocks else None
+        scheduler = policy.make(
+            num_blocks=geometry.num_blocks,
+            block_size=geometry.block_size,
+            max_model_len=geometry.max_model_len,
+            longest_sequence=longest_sequence(load),
+            longest_output=longest_output(load),
+            preemption=Swap(host) if host else None,
+            **({"prefix_caching": True} if prefix_caching else {}),
+        )
+        recorder = StepRecorder(scheduler, clock)
+
+        def hook(report: StepReport) -> None:
+            recorder(report)
+            if on_step is not None:
+                on_step(report)
+
+        engine = Engine(TrueLengths(runner), scheduler, clock=clock, on_step=hook)
+    except BaseException:
+        runner.close()
+        raise
+    with engine:
+        yield Stage(engine, recorder)
