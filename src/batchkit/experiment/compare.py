@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -213,6 +214,7 @@ def run(
     warm_up_s: float = 0.0,
     until_s: float | None = None,
     on_step: Callable[[StepReport], None] | None = None,
+    trace: str | os.PathLike[str] | None = None,
 ) -> Run:
     """Play one load to one policy.
 
@@ -224,6 +226,7 @@ def run(
         warm_up_s: requests that arrive before are served and not counted.
         until_s: stop after so many seconds. Default: when everything has ended.
         on_step: sees every step.
+        trace: a file for the step trace.
 
     Raises:
         ValueError: the longest sequence does not fit the KV budget, or nothing arrives in the window.
@@ -233,7 +236,7 @@ def run(
     served: list[Measured] = []
     unfinished = failed = 0
     began = time.perf_counter()
-    with target.open(policy, load, on_step=on_step) as stage:
+    with target.open(policy, load, on_step=on_step, trace=trace) as stage:
         start = stage.engine.clock()
         opens = start + warm_up_s
         closes = start
@@ -274,6 +277,7 @@ def compare(
     warm_up_s: float = 0.0,
     until_s: float | None = None,
     on_run: Callable[[Run], None] | None = None,
+    trace_folder: str | os.PathLike[str] | None = None,
 ) -> Comparison:
     """Play the same loads to every policy, load by load in turn, so that drift of the machine meets all of them.
 
@@ -287,6 +291,7 @@ def compare(
         warm_up_s: see `run`.
         until_s: see `run`.
         on_run: called with each run as it is there.
+        trace_folder: gets a step trace of each run, ``<policy>-<seed>.jsonl``; see `batchkit.trace`.
 
     Raises:
         ValueError: two policies have one name, there is no policy or no seed; and see `run`.
@@ -307,7 +312,8 @@ def compare(
         for seed, policy in todo:
             if seed != made_for:
                 load, made_for = workload.make(seed), seed
-            runs.append(run(target, policy, load, seed=seed, warm_up_s=warm_up_s, until_s=until_s))
+            trace = None if trace_folder is None else os.path.join(trace_folder, f"{policy.name}-{seed}.jsonl")
+            runs.append(run(target, policy, load, seed=seed, warm_up_s=warm_up_s, until_s=until_s, trace=trace))
             if on_run is not None:
                 on_run(runs[-1])
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -43,9 +44,14 @@ class Target(Protocol):
         """Whether its seconds are those of a cost model."""
 
     def open(
-        self, policy: Policy, load: Load, *, on_step: Callable[[StepReport], None] | None = None
+        self,
+        policy: Policy,
+        load: Load,
+        *,
+        on_step: Callable[[StepReport], None] | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> AbstractContextManager[Stage]:
-        """An engine of its own for a policy that is to play a load; `on_step` sees its steps too."""
+        """An engine of its own for a policy that is to play a load; `on_step` and `trace` as in `Engine`."""
 
 
 def longest_output(load: Load) -> int:
@@ -106,7 +112,12 @@ class SimulatedTarget(Target):
     @contextmanager
     @override
     def open(
-        self, policy: Policy, load: Load, *, on_step: Callable[[StepReport], None] | None = None
+        self,
+        policy: Policy,
+        load: Load,
+        *,
+        on_step: Callable[[StepReport], None] | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> Iterator[Stage]:
         clock = VirtualClock()
         geometry = KVGeometry(
@@ -125,7 +136,7 @@ class SimulatedTarget(Target):
                 padded=policy.system.padded,
             )
         runner = SimulatedRunner(geometry, clock=clock, cost=cost, check_kv=self.check_kv)
-        with _stage(runner, policy, load, clock, self.prefix_caching, on_step) as stage:
+        with _stage(runner, policy, load, clock, self.prefix_caching, on_step, trace) as stage:
             yield stage
 
 
@@ -154,7 +165,12 @@ class ModelTarget(Target):
     @contextmanager
     @override
     def open(
-        self, policy: Policy, load: Load, *, on_step: Callable[[StepReport], None] | None = None
+        self,
+        policy: Policy,
+        load: Load,
+        *,
+        on_step: Callable[[StepReport], None] | None = None,
+        trace: str | os.PathLike[str] | None = None,
     ) -> Iterator[Stage]:
         from ..hf.runner import TransformersRunner
 
@@ -166,7 +182,7 @@ class ModelTarget(Target):
             max_model_len=self.max_model_len,
             swap_memory=self.swap_memory,
         )
-        with _stage(runner, policy, load, MonotonicClock(), self.prefix_caching, on_step) as stage:
+        with _stage(runner, policy, load, MonotonicClock(), self.prefix_caching, on_step, trace) as stage:
             # The first steps of a process compile, allocate and fill caches; they are nobody's cost.
             stage.engine.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False))
             stage.recorder.clear()
@@ -188,6 +204,7 @@ def _stage(
     clock: Clock,
     prefix_caching: bool,
     on_step: Callable[[StepReport], None] | None,
+    trace: str | os.PathLike[str] | None,
 ) -> Iterator[Stage]:
     geometry = runner.geometry
     try:
@@ -208,7 +225,7 @@ def _stage(
             if on_step is not None:
                 on_step(report)
 
-        engine = Engine(TrueLengths(runner), scheduler, clock=clock, on_step=hook)
+        engine = Engine(TrueLengths(runner), scheduler, clock=clock, on_step=hook, trace=trace)
     except BaseException:
         runner.close()
         raise
