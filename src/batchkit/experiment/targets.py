@@ -18,6 +18,7 @@ from ..metrics import StepRecorder
 from ..params import SamplingParams
 from ..preemption import Swap
 from ..runner import ModelRunner
+from ..schedulers import StaticScheduler
 from ..simulate import SimulatedRunner, TrueLengths
 from ..types import KVGeometry, StepReport
 from ..workload import Session, WorkloadRecord
@@ -175,6 +176,10 @@ class ModelTarget(Target):
         from ..hf.runner import TransformersRunner
 
         num_blocks = _num_blocks(policy, self.kv_tokens, self.block_size)
+        # The first steps of a process compile, allocate and fill caches; they are nobody's cost. In an engine of their
+        # own, since the trace and the figures are to begin with the load.
+        with Engine.from_model(self.model, scheduler=StaticScheduler, num_kv_blocks=4, block_size=16) as warm:
+            warm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False))
         runner = TransformersRunner(
             self.model,
             num_kv_blocks=num_blocks,
@@ -183,9 +188,6 @@ class ModelTarget(Target):
             swap_memory=self.swap_memory,
         )
         with _stage(runner, policy, load, MonotonicClock(), self.prefix_caching, on_step, trace) as stage:
-            # The first steps of a process compile, allocate and fill caches; they are nobody's cost.
-            stage.engine.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False))
-            stage.recorder.clear()
             yield stage
 
 
