@@ -82,6 +82,11 @@ def _above_zero(what: str, value: float) -> None:
         raise ValueError(f"{what} must be a finite number above 0, got {value}")
 
 
+def check_speed(speed: float) -> None:
+    """Raise `ValueError` unless time can run so many times as fast."""
+    _above_zero("the speed", speed)
+
+
 def _exponential(mean: float, rng: random.Random) -> float:
     return mean * -math.log(1.0 - rng.random())
 
@@ -205,7 +210,7 @@ def recorded(times_s: Sequence[float], *, speed: float = 1.0) -> Draws[float]:
     Raises:
         ValueError: they are not sorted; or, when drawn, there are fewer than needed.
     """
-    _above_zero("the speed", speed)
+    check_speed(speed)
     for number, (before, after) in enumerate(pairwise(times_s), 1):
         if not before <= after:
             raise ValueError(f"arrivals must be sorted: number {number} is at {after} s, the one before at {before} s")
