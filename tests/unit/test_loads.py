@@ -12,7 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkit import Session, WorkloadRecord
+from batchkit import (
+    ChunkedPrefillScheduler,
+    Engine,
+    KVGeometry,
+    PagedAllocator,
+    Session,
+    SimulatedRunner,
+    TrueLengths,
+    VirtualClock,
+    WorkloadRecord,
+    simulate,
+)
 from batchkit.experiment import loads
 from batchkit.experiment.loads import Requests, Workload
 
@@ -169,6 +180,24 @@ def test_a_rate_or_a_declared_length_changes_nothing_else() -> None:
     assert [(r.prompt, r.output_tokens) for r in slow] == [(r.prompt, r.output_tokens) for r in fast]
     assert [r.max_tokens for r in slow] == [r.output_tokens for r in slow]
     assert {r.max_tokens for r in fast} == {16}
+
+
+@every_kind
+def test_an_engine_gets_the_lengths_that_a_load_names(workload: Workload) -> None:
+    geometry = KVGeometry(num_blocks=64, block_size=4, max_model_len=128, vocab_size=1000)
+    clock = VirtualClock()
+    runner = TrueLengths(SimulatedRunner(geometry, clock=clock))
+    load = workload.make(0)
+    with Engine(runner, ChunkedPrefillScheduler(PagedAllocator(64, 4)), clock=clock) as engine:
+        outputs = simulate(engine, load)
+    given = [(len(output.prompt_token_ids), output.outputs[0].num_tokens) for output in outputs]
+    assert given == [(prompt, record.output_tokens) for record, prompt in loads.turns(load)]
+    facts = loads.facts(load)
+    assert (len(given), *map(sum, zip(*given, strict=True))) == (
+        facts.num_requests,
+        facts.prompt_tokens,
+        facts.output_tokens,
+    )
 
 
 def test_an_output_longer_than_declared_is_refused() -> None:
