@@ -22,6 +22,7 @@ from ..schedulers import StaticScheduler
 from ..simulate import SimulatedRunner, TrueLengths
 from ..types import KVGeometry, StepReport
 from ..workload import Session, WorkloadRecord
+from .loads import turns
 from .policies import Policy
 
 __all__ = ["Load", "ModelTarget", "SimulatedTarget", "Stage", "Target", "longest_output", "longest_sequence"]
@@ -57,28 +58,12 @@ class Target(Protocol):
 
 def longest_output(load: Load) -> int:
     """Tokens that the longest output really has."""
-    return max(turn.output_tokens or turn.max_tokens for turn in _turns(load))
+    return max(record.output_tokens or record.max_tokens for record, _ in turns(load))
 
 
 def longest_sequence(load: Load) -> int:
     """KV slots that the longest sequence may need, by what it declares."""
-    longest = 0
-    for item in load:
-        before = 0
-        for turn in _turns([item]):
-            prompt = turn.prompt if isinstance(turn.prompt, int) else len(turn.prompt)
-            longest = max(longest, before + prompt + max(turn.max_tokens, 1) - 1)
-            if isinstance(item, Session) and item.keeps_context:
-                before += prompt + (turn.output_tokens or turn.max_tokens)
-    return longest
-
-
-def _turns(load: Load) -> Iterator[WorkloadRecord]:
-    for item in load:
-        if isinstance(item, Session):
-            yield from item.turns
-        else:
-            yield item
+    return max(prompt + max(record.max_tokens, 1) - 1 for record, prompt in turns(load))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
