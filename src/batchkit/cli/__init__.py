@@ -26,11 +26,12 @@ from .faults import NotDone, say
 from .inspect import doctor, env
 from .job import generate
 from .options import INTERRUPTED, NOT_DONE, AddCommand, parse
+from .show import add_replay, add_show
 from .specs import SCHEDULERS
 
 __all__ = ["SCHEDULERS", "main", "make_engine"]
 
-_MORE: tuple[AddCommand, ...] = ()
+_MORE: tuple[AddCommand, ...] = (add_show, add_replay)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
