@@ -36,12 +36,13 @@ class LineCost:
     token_s: float
 
     def __call__(self, out: SchedulerOutput) -> float:
+        """Of a step."""
         return self.fixed_s + self.token_s * out.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first step that is not the same: its number, and what it was in each run, in words; None where a run has ended."""
+    """The first step that is not the same: its number, and each run's in words; None where a run has ended."""
 
     step: int
     recorded: str | None
@@ -127,8 +128,8 @@ def _check(trace: Trace, recorded: View) -> dict[int, int]:
         ended = lane.ended
         if ended is not None and ended.timings.cached_tokens:
             raise ValueError(
-                f"{recorded.name}: request {lane.request_id!r} found {ended.timings.cached_tokens} tokens in the prefix "
-                f"cache; prompts are not in a trace, so that it cannot be replayed"
+                f"{recorded.name}: request {lane.request_id!r} found {ended.timings.cached_tokens} tokens in "
+                f"the prefix cache; prompts are not in a trace, so that it cannot be replayed"
             )
         sampled = set(lane.sampled.values())
         if len(sampled) > 1:

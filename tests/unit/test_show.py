@@ -1,0 +1,112 @@
+"""A trace as a page, in a terminal and for Perfetto: what is drawn is what happened."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from batchkit import cli
+from batchkit.show import View, chrome_trace, drawing, page, view
+from batchkit.trace import read_trace
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def tool():
+    spec = importlib.util.spec_from_file_location("first_picture", ROOT / "tools" / "draw_first_picture.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(params=["StaticScheduler", "OrcaScheduler", "PagedScheduler"])
+def trace(request, tmp_path: Path) -> Path:
+    path = tmp_path / "run.jsonl"
+    module = tool()
+    policy = next(policy for policy in module.POLICIES.values() if policy.__name__ == request.param)
+    module.run(policy, path)
+    return path
+
+
+def seen(path: Path) -> View:
+    return view(read_trace(path), path.name)
+
+
+def test_the_first_picture_is_what_the_engine_does() -> None:
+    assert (ROOT / "docs" / "pictures" / "first.svg").read_text(encoding="utf-8") == tool().first_picture()
+
+
+def test_figures_add_up(trace: Path) -> None:
+    run = seen(trace)
+    assert run.complete and run.figures.new_tokens == 3 + 10 + 4 + 6
+    assert run.figures.prompt_tokens == 4 * 4
+    assert all(step.used + step.wasted + step.free == 8 * 4 for step in run.steps)
+    for lane in run.lanes:
+        assert sum(lane.sampled.values()) == lane.ended.output_tokens
+        assert all(one.last + 1 == two.first for one, two in zip(lane.spans, lane.spans[1:], strict=False))
+
+
+def test_perfetto_has_slices_and_counters(trace: Path) -> None:
+    events = json.loads(json.dumps(chrome_trace([seen(trace)])))["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "C", "X"}
+    for event in events:
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        if event["ph"] == "X":
+            assert event["ts"] >= 0 and event["dur"] >= 0
+        if event["ph"] == "C":
+            assert all(isinstance(value, int) for value in event["args"].values())
+
+
+def test_a_page_needs_no_network_and_an_id_is_no_markup(trace: Path) -> None:
+    trace.write_text(trace.read_text().replace('"request":"A"', '"request":"</script><b>"'))
+    text = page([seen(trace)])
+    assert "<b>" not in text and "src=" not in text and "http" not in text
+
+
+def test_lines_fit_the_terminal(trace: Path) -> None:
+    text = drawing(seen(trace), width=60)
+    assert max(map(len, text.split("\n\n")[1].splitlines())) <= 60
+    assert "mean batch" in text
+
+
+def test_a_program_that_died_and_a_part(trace: Path, capsys) -> None:
+    trace.write_text("\n".join(trace.read_text().splitlines()[:6]) + "\n")
+    assert cli.main(["show", str(trace), "--text", "--steps", "2:3"]) == 0
+    out = capsys.readouterr().out
+    assert "steps 2 to 3" in out and "no end" in out
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_nothing_to_show_is_one_line(trace: Path, keep: int, capsys) -> None:
+    trace.write_text("".join(trace.read_text().splitlines(keepends=True)[:keep]))
+    assert cli.main(["show", str(trace)]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_row_of_nobody(trace: Path, capsys) -> None:
+    lines = trace.read_text().splitlines(keepends=True)
+    lines[2] = lines[2].replace('"request":"A"', '"request":"Z"')
+    trace.write_text("".join(lines))
+    assert cli.main(["show", str(trace)]) == 1
+    assert "line 3: request 'Z' was never added" in capsys.readouterr().err
+
+
+def test_the_same_decisions_once_more(trace: Path, capsys) -> None:
+    assert cli.main(["replay", str(trace)]) == 0
+    assert "the same decisions in all" in capsys.readouterr().out
+
+
+def test_another_policy(trace: Path, capsys) -> None:
+    assert cli.main(["replay", str(trace), "--scheduler", "chunked"]) == 0
+    assert "least-squares" in capsys.readouterr().out
+
+
+def test_a_decision_that_was_changed_is_found(trace: Path, capsys) -> None:
+    lines = trace.read_text().splitlines(keepends=True)
+    lines[3] = lines[3].replace('"tokens":1', '"tokens":2', 1)
+    trace.write_text("".join(lines))
+    assert cli.main(["replay", str(trace)]) == 0
+    assert "up to step 3" in capsys.readouterr().out
