@@ -13,11 +13,13 @@ __all__ = ["page"]
 
 _STYLE = """
 *{box-sizing:border-box}
-body{margin:0;padding:28px 32px;background:var(--bg);color:var(--ink);font:15px/1.45 system-ui,-apple-system,'Segoe UI',sans-serif}
+body{margin:0;padding:28px 32px;background:var(--bg);color:var(--ink);
+font:15px/1.45 system-ui,-apple-system,'Segoe UI',sans-serif}
 h1{font-size:21px;margin:0 0 4px}h2{font-size:17px;margin:0}p{margin:2px 0;color:var(--soft);font-size:13px}
 .bar{display:flex;flex-wrap:wrap;gap:6px 20px;align-items:center;margin:14px 0 20px;font-size:13px}
 .bar span{display:flex;align-items:center;gap:7px}
-button{font:inherit;color:inherit;background:var(--free);border:1px solid var(--line);border-radius:6px;padding:2px 11px;cursor:pointer}
+button{font:inherit;color:inherit;background:var(--free);border:1px solid var(--line);
+border-radius:6px;padding:2px 11px;cursor:pointer}
 button:focus-visible,.scroll:focus-visible{outline:2px solid var(--decode);outline-offset:2px}
 main{display:flex;flex-wrap:wrap;gap:30px 36px;align-items:flex-start}
 section{max-width:100%}.scroll{overflow-x:auto;margin-top:10px}
@@ -26,7 +28,8 @@ dl{display:flex;flex-wrap:wrap;gap:8px 22px;margin:12px 0 0;max-width:1150px}
 dl div{min-width:74px}dt{color:var(--soft);font-size:12px}
 dd{margin:0;font-size:16px;font-weight:600;font-variant-numeric:tabular-nums}
 .warn{color:var(--preempted);font-weight:600}
-#tip{position:fixed;pointer-events:none;visibility:hidden;background:var(--ink);color:var(--bg);padding:7px 10px;border-radius:7px;
+#tip{position:fixed;pointer-events:none;visibility:hidden;background:var(--ink);color:var(--bg);
+padding:7px 10px;border-radius:7px;
 font-size:12.5px;white-space:pre-line;max-width:340px;z-index:2}
 .cursor{stroke:var(--ink);stroke-dasharray:2 3;visibility:hidden}
 @media print{.zoom{display:none}body{padding:0}}
@@ -36,7 +39,8 @@ font-size:12.5px;white-space:pre-line;max-width:340px;z-index:2}
 _SCRIPT = """
 const data=JSON.parse(document.getElementById('data').textContent),tip=document.getElementById('tip');
 let zoom=1;
-const drawn=[...document.querySelectorAll('svg.run')].map((svg,i)=>({svg,run:data.runs[i],cursor:svg.querySelector('.cursor')}));
+const drawn=[...document.querySelectorAll('svg.run')].map((svg,i)=>
+  ({svg,run:data.runs[i],cursor:svg.querySelector('.cursor')}));
 function find(spans,step){let a=0,b=spans.length-1;while(a<=b){const m=(a+b)>>1,s=spans[m];
   if(step<s[1])b=m-1;else if(step>s[2])a=m+1;else return s}return null}
 function hide(){tip.style.visibility='hidden';for(const d of drawn)d.cursor.style.visibility='hidden'}
@@ -53,7 +57,8 @@ for(const d of drawn){d.svg.addEventListener('pointermove',e=>{
   tip.textContent=lines.join('\\n');tip.style.visibility='visible';
   tip.style.left=Math.max(4,Math.min(e.clientX+14,innerWidth-tip.offsetWidth-8))+'px';
   tip.style.top=Math.max(4,Math.min(e.clientY+16,innerHeight-tip.offsetHeight-8))+'px';
-  const x=data.margin+(at+.5)*w;d.cursor.setAttribute('x1',x);d.cursor.setAttribute('x2',x);d.cursor.style.visibility='visible'});
+  const x=data.margin+(at+.5)*w;d.cursor.setAttribute('x1',x);d.cursor.setAttribute('x2',x);
+  d.cursor.style.visibility='visible'});
   d.svg.addEventListener('pointerleave',hide)}
 function setZoom(z){zoom=Math.max(.25,Math.min(64,z));
   for(const d of drawn){d.svg.setAttribute('width',data.margin+d.run.steps.length*data.step*zoom+16);

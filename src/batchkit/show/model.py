@@ -103,7 +103,7 @@ class StepView:
     Attributes:
         step, time: its number, and when it began.
         seconds: it took, by the engine's clock.
-        used, wasted, free: KV slots: that hold a token's keys and values; of held blocks, that hold none; of free blocks.
+        used, wasted, free: KV slots that hold a token's keys and values; held ones that do not; those of free blocks.
         rows, idle: rows, and idle ones among them.
         tokens, new_tokens: computed; sampled and kept.
         waiting: sequences after it.
@@ -202,7 +202,7 @@ def cut(view: View, first: int | None, last: int | None) -> View:
 
 
 def step_seconds(trace: Trace) -> list[float]:
-    """How long each step took by the engine's clock: until the next one, or, where nobody runs then, until its last end.
+    """How long each step took by the engine's clock: until the next one, or, if nobody runs then, until its last end.
 
     Where nothing tells, as of the last step of a program that died, the seconds measured inside of the step count.
     """
