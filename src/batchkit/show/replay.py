@@ -217,6 +217,9 @@ class _Run:
                 if not self._recorded.complete and self._num_steps >= len(steps):
                     break
                 if not engine.has_unfinished() and self._acts and not self._is_due():
+                    if self._cost is None:  # it is ahead of the recorded run, and has nothing else to do
+                        self._do(*self._acts.popleft())
+                        continue
                     clock.sleep_until(self._acts[0][0])
                 while self._acts and self._is_due():
                     self._do(*self._acts.popleft())
