@@ -1,0 +1,102 @@
+"""Comparisons as plots. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .compare import Comparison
+from .tables import LATENCIES
+
+__all__ = ["NoPlots", "latency_plot", "throughput_plot"]
+
+_MARKERS = "osD^vP*X<>"
+
+
+class NoPlots(Exception):
+    """matplotlib is not installed."""
+
+
+def throughput_plot(path: str | os.PathLike[str], found: Mapping[float, Comparison], *, over: str) -> None:
+    """Tokens per second, prompt and generated, over what was varied: a line for each policy, with 95 % intervals.
+
+    Args:
+        path: of the picture; its ending says the format.
+        found: a comparison for each value of the x axis, which is logarithmic.
+        over: label of that axis.
+
+    Raises:
+        NoPlots: matplotlib is missing.
+    """
+    figure, panels = _figure(columns=1, rows=1)
+    _lines(panels[0][0], found, over)
+    _save(figure, path)
+
+
+def latency_plot(
+    path: str | os.PathLike[str], found: Mapping[float, Comparison], *, cell: Callable[[float], str]
+) -> None:
+    """Latencies as cumulative distributions, a row of panels for each cell; with several cells, throughput over them.
+
+    Args:
+        path: of the picture; its ending says the format.
+        found: a comparison for each cell, by its rate.
+        cell: names a cell.
+
+    Raises:
+        NoPlots: matplotlib is missing.
+    """
+    figure, panels = _figure(columns=len(LATENCIES), rows=len(found) + (len(found) > 1))
+    for row, (rate, one) in zip(panels, found.items(), strict=False):
+        for axes, (kind, label) in zip(row, LATENCIES.items(), strict=True):
+            for policy in one.policies:
+                runs = one.of(policy)
+                points = [[run.of(f"{kind}_s", percent) for run in runs] for percent in range(101)]
+                axes.plot([sum(values) / len(values) for values in points], range(101), label=policy)
+            axes.set(xlabel=label, ylabel="% of requests", title=cell(rate))
+        row[0].legend(fontsize="small")
+    if len(found) > 1:
+        first, *others = panels[-1]
+        _lines(first, found, "requests per second offered")
+        for axes in others:
+            axes.set_visible(False)
+    _save(figure, path)
+
+
+def _figure(*, columns: int, rows: int) -> tuple[Any, Any]:
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise NoPlots("a plot needs matplotlib: pip install 'batchkit[plots]'") from None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "batchkit"  # the same figures, the same file
+    figure = Figure(figsize=(5.5 * columns + 1, 4.0 * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _lines(axes: Any, found: Mapping[float, Comparison], over: str) -> None:
+    names = dict.fromkeys(policy for one in found.values() for policy in one.policies)
+    for number, policy in enumerate(names):
+        there = [(x, one.figure(policy, "tokens_per_s")) for x, one in found.items() if policy in one.policies]
+        axes.errorbar(
+            [x for x, _ in there],
+            [value.mean for _, value in there],
+            yerr=[value.half_width or 0.0 for _, value in there],
+            label=policy,
+            marker=_MARKERS[number % len(_MARKERS)],
+            capsize=3,
+        )
+    axes.set(xscale="log", xlabel=over, ylabel="prompt + generated tokens per second")
+    axes.set_xticks(list(found), [f"{x:g}" for x in found])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
+
+
+def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+    is_svg = os.fspath(path).endswith(".svg")
+    figure.savefig(path, metadata={"Date": None} if is_svg else None)
