@@ -21,7 +21,7 @@ from .tokenizer import HFTokenizer
 if TYPE_CHECKING:
     from .backends.base import LayerSpec
 
-__all__ = ["Preview", "preview"]
+__all__ = ["Preview", "preview", "without_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def preview(
     where = torch.device(default_device() if device is None else device)
     size = BLOCK_SIZE if block_size is None else block_size
     length = model_len(config, max_model_len)
-    model = _without_weights(config, dtype)
+    model = without_weights(config, dtype)
     max_blocks = max_num_seqs * -(-length // size)
     try:
         layers = [replace(layer, device=where) for layer in probe_layers(model)]
@@ -91,7 +91,8 @@ def preview(
     return Preview(tokenizer, geometry, attention, grammars)
 
 
-def _without_weights(config: Any, dtype: str) -> Any:
+def without_weights(config: Any, dtype: str) -> Any:
+    """The model of a configuration on the meta device: shapes, and no memory for them."""
     stored = {} if dtype == "auto" else {"dtype": dtype}
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, **stored).eval()
