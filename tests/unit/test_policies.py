@@ -15,7 +15,10 @@ from batchkit import (
     PagedAllocator,
     PagedScheduler,
     Refusal,
+    Request,
+    SamplingParams,
     Scheduler,
+    Sequence,
     StaticScheduler,
     Status,
     WaitingServedScheduler,
@@ -677,3 +680,10 @@ def test_status_and_seat_over_a_life() -> None:
     assert (a.status, a.seat, b.status, b.seat) == (Status.HELD, 0, Status.RUNNING, 1)
     rig.step()
     assert (a.status, a.seat, b.status, b.seat) == (Status.FINISHED, -1, Status.FINISHED, -1)
+
+
+@pytest.mark.parametrize(("declared", "max_model_len", "slots"), [(5, 64, 12 + 8 - 1), (9, 20, 20), (9, 64, 12 + 15)])
+def test_a_power_of_two_beyond_the_models_length_is_not_reserved(declared, max_model_len, slots):
+    scheduler = OrcaScheduler(PagedAllocator(32, 1), reserve="pow2", max_model_len=max_model_len)
+    request = Request(id="a", prompt_token_ids=(1,) * 12, params=SamplingParams(), max_tokens=declared)
+    assert scheduler.reservation(Sequence(request)) == slots

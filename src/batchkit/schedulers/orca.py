@@ -24,8 +24,8 @@ class OrcaScheduler(Scheduler):
 
     Args:
         reserve: how much output a request reserves memory for. "max_tokens": what it declared ("Oracle" in the paper,
-            if it declared the truth); "pow2": the next power of two; "model_len": as much as the model can take
-            ("Max"), which needs `max_model_len`. No reservation exceeds the pool.
+            if it declared the truth); "pow2": the next power of two, up to `max_model_len`; "model_len": as much as
+            the model can take ("Max"), which needs `max_model_len`. No reservation exceeds the pool.
     """
 
     reserves_all: ClassVar[bool] = True
@@ -50,7 +50,9 @@ class OrcaScheduler(Scheduler):
             assert self.max_model_len is not None
             return max(seq.max_kv, self.max_model_len)
         if self.reserve == "pow2":
-            return seq.num_prompt + (1 << (max(seq.request.max_tokens, 1) - 1).bit_length()) - 1
+            slots = seq.num_prompt + (1 << (max(seq.request.max_tokens, 1) - 1).bit_length()) - 1
+            # Slots beyond the model's length could never be used.
+            return max(seq.max_kv, slots if self.max_model_len is None else min(slots, self.max_model_len))
         return seq.max_kv
 
     @override
