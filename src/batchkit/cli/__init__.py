@@ -21,17 +21,19 @@ from collections.abc import Sequence
 from typing import TextIO, cast
 
 from ..engine import Engine
+from .bench import add_bench, add_simulate
 from .dry_run import preview_engine
 from .faults import NotDone, say
 from .inspect import doctor, env
 from .job import generate
 from .options import INTERRUPTED, NOT_DONE, AddCommand, parse
+from .plan import add_plan
 from .show import add_replay, add_show
 from .specs import SCHEDULERS
 
 __all__ = ["SCHEDULERS", "main", "make_engine"]
 
-_MORE: tuple[AddCommand, ...] = (add_show, add_replay)
+_MORE: tuple[AddCommand, ...] = (add_show, add_replay, add_bench, add_simulate, add_plan)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

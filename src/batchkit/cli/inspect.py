@@ -13,7 +13,7 @@ from ..machine import usable_cpus
 from .faults import NotDone, loading, one_line
 from .options import DONE, NOT_DONE
 
-__all__ = ["doctor", "env"]
+__all__ = ["doctor", "env", "versions"]
 
 _PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "numpy", "tqdm", "xformers", "triton")
 # Units that decide how fast matrix products of each dtype are, by their names in /proc/cpuinfo.
@@ -22,17 +22,20 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve
 
 def env() -> int:
     """Print versions, devices and the attention backend. Never fails over what is missing: it says so."""
-    version = sys.modules["batchkit"].__version__
-    for name, text in (
-        ("batchkit", version),
-        ("python", f"{platform.python_version()} ({platform.python_implementation()})"),
-        ("platform", platform.platform()),
-        ("CPU", _cpu()),
-        *((name, _version(name)) for name in _PACKAGES),
-        *_hf(),
-    ):
+    for name, text in (*versions().items(), *_hf()):
         print(f"{name:<18}{text}")
     return DONE
+
+
+def versions() -> dict[str, str]:
+    """What runs here, and on what, by name."""
+    return {
+        "batchkit": sys.modules["batchkit"].__version__,
+        "python": f"{platform.python_version()} ({platform.python_implementation()})",
+        "platform": platform.platform(),
+        "CPU": _cpu(),
+        **{name: _version(name) for name in _PACKAGES},
+    }
 
 
 def _version(package: str) -> str:

@@ -19,7 +19,18 @@ from .rows import Shard
 from .specs import SCHEDULERS, parse_policy, try_policy
 from .templates import Template
 
-__all__ = ["DONE", "FAILED_ROWS", "INTERRUPTED", "NOT_DONE", "STOPPED", "AddCommand", "parse"]
+__all__ = [
+    "DONE",
+    "DTYPES",
+    "FAILED_ROWS",
+    "INTERRUPTED",
+    "NOT_DONE",
+    "STOPPED",
+    "AddCommand",
+    "parse",
+    "said",
+    "whole_number",
+]
 
 DONE, NOT_DONE, USAGE, FAILED_ROWS, STOPPED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -27,7 +38,7 @@ _EXIT_CODES = (
     "exit codes: 0 done; 1 not done; 2 wrong usage; 3 done, and some rows have failed; 4 stopped by SIGTERM or Ctrl-C, "
     "what ran is finished; 130 stopped at once"
 )
-_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _DEFAULTS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
 _T = TypeVar("_T")
 AddCommand = Callable[["argparse._SubParsersAction[Any]"], None]
@@ -86,7 +97,7 @@ def parse(argv: Sequence[str] | None, more: Iterable[AddCommand] = ()) -> argpar
     )
     doctor.add_argument("model", metavar="MODEL", help="a folder, or a name on the hub")
     doctor.add_argument(
-        "--dtype", choices=_DTYPES, default="float32", help="default: float32; in half precision only gross faults show"
+        "--dtype", choices=DTYPES, default="float32", help="default: float32; in half precision only gross faults show"
     )
     doctor.add_argument("--device", help="such as cpu or cuda:0; default: the accelerator, if there is one")
     doctor.add_argument("--seed", metavar="N", type=int, default=0, help="of the tokens and the pieces; default: 0")
@@ -124,7 +135,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     generate.add_argument(
         "--shard",
         metavar="I/N",
-        type=_said(_shard),
+        type=said(_shard),
         help="only the I-th of N parts; OUT becomes OUT.I-of-N, or has {shard} where that is to stand",
     )
     generate.add_argument(
@@ -149,7 +160,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     rows.add_argument(
         "--template",
         metavar="TEXT",
-        type=_said(Template),
+        type=said(Template),
         help="makes the prompt of columns, like 'Summarise: {body}'; {{ and }} are braces",
     )
     rows.add_argument("--chat", action="store_true", help="a prompt is a user's message, for the model's chat template")
@@ -160,7 +171,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
         default=[],
         help="copy columns to the record, under another name if wanted",
     )
-    rows.add_argument("--limit", metavar="N", type=_count, help="only the first N rows")
+    rows.add_argument("--limit", metavar="N", type=whole_number, help="only the first N rows")
     rows.add_argument(
         "--on-too-long",
         choices=get_args(OnTooLong),
@@ -169,29 +180,34 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
         "default: error",
     )
     rows.add_argument(
-        "--window", metavar="N", type=_count, help="most rows in the engine at a time; default: 1024, or four a seat"
+        "--window",
+        metavar="N",
+        type=whole_number,
+        help="most rows in the engine at a time; default: 1024, or four a seat",
     )
 
     model = generate.add_argument_group("model")
     model.add_argument("--model", metavar="PATH", required=True, help="a folder, or a name on the hub")
-    model.add_argument("--dtype", choices=_DTYPES, default="auto", help="default: auto, the one it is stored in")
+    model.add_argument("--dtype", choices=DTYPES, default="auto", help="default: auto, the one it is stored in")
     model.add_argument("--device", help="such as cpu or cuda:0; default: the accelerator, if there is one")
-    model.add_argument("--max-model-len", metavar="N", type=_count, help="most tokens of prompt and output together")
+    model.add_argument(
+        "--max-model-len", metavar="N", type=whole_number, help="most tokens of prompt and output together"
+    )
 
     engine = generate.add_argument_group("scheduling and memory")
     engine.add_argument(
         "--scheduler",
         metavar="POLICY[,key=value...]",
-        type=_said(parse_policy),
+        type=said(parse_policy),
         default="chunked",
         help=f"{', '.join(SCHEDULERS)}, or module:Class for one of your own; default: chunked",
     )
-    engine.add_argument("--max-num-seqs", metavar="N", type=_count, help="most sequences that run at a time")
-    engine.add_argument("--max-tokens-per-step", metavar="N", type=_count, help="token budget of a step")
+    engine.add_argument("--max-num-seqs", metavar="N", type=whole_number, help="most sequences that run at a time")
+    engine.add_argument("--max-tokens-per-step", metavar="N", type=whole_number, help="token budget of a step")
     size = engine.add_mutually_exclusive_group()
     size.add_argument("--kv-memory", metavar="SIZE", help="KV cache in bytes or like 2GiB; default: what is useful")
-    size.add_argument("--num-kv-blocks", metavar="N", type=_count, help="KV cache in blocks")
-    engine.add_argument("--block-size", metavar="N", type=_count, help="tokens in a KV block")
+    size.add_argument("--num-kv-blocks", metavar="N", type=whole_number, help="KV cache in blocks")
+    engine.add_argument("--block-size", metavar="N", type=whole_number, help="tokens in a KV block")
     engine.add_argument("--swap-memory", metavar="SIZE", help="host memory for preempted sequences; default: none")
     engine.add_argument(
         "--prefix-caching", action="store_true", help="compute the beginning that prompts have in common once"
@@ -300,7 +316,7 @@ def _columns(given: list[str]) -> dict[str, str]:
     return keep
 
 
-def _said(make: Callable[[str], _T]) -> Callable[[str], _T]:
+def said(make: Callable[[str], _T]) -> Callable[[str], _T]:
     """A type for argparse that says what `make` says."""
 
     def convert(text: str) -> _T:
@@ -313,10 +329,11 @@ def _said(make: Callable[[str], _T]) -> Callable[[str], _T]:
 
 
 def _count_or_none(text: str) -> Any:
-    return 0 if text == "0" else _count(text)
+    return 0 if text == "0" else whole_number(text)
 
 
-def _count(text: str) -> Any:
+def whole_number(text: str) -> Any:
+    """A type for argparse: a count of at least 1."""
     try:
         value = int(text)
     except ValueError:

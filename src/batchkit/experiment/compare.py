@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..metrics import Interval, Latency, StepFigures, interval_95, latency, percentile
@@ -79,6 +79,7 @@ class Run:
     num_failed: int
     steps: StepFigures
     real_s: float
+    _sorted: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def prompt_tokens(self) -> int:
@@ -96,9 +97,29 @@ class Run:
 
     def of(self, name: str, percent: float) -> float:
         """A percentile of one kind of latency, by the field's name in `Latency`; NaN if no request has it."""
-        values = [getattr(one.latency, name) for one in self.requests]
-        known = [value for value in values if value is not None]
+        known = self._sorted.get(name)
+        if known is None:
+            values = [getattr(one.latency, name) for one in self.requests]
+            known = self._sorted[name] = sorted(value for value in values if value is not None)
         return percentile(known, percent) if known else math.nan
+
+    def to_json(self, goal: Goal | None = None, *, is_simulated: bool) -> dict[str, Any]:
+        """See `Comparison.to_json`."""
+        return {
+            "policy": self.policy,
+            "seed": self.seed,
+            "requests": len(self.requests),
+            "prompt_tokens": self.prompt_tokens,
+            "generated_tokens": self.generated_tokens,
+            "failed": self.num_failed,
+            **({"goodput": self.goodput(goal)} if goal is not None else {}),
+            "figures": {name: _plain(figure(self)) for name, figure in FIGURES.items()},
+            "cdf": {
+                name: [_plain(self.of(f"{name}_s", percent)) for percent in range(101)]
+                for name in ("ttft", "tpot", "e2e", "normalised")
+            },
+            **({} if is_simulated else {"policy_ms_per_step": policy_ms_per_step(self)}),
+        }
 
 
 def _of(name: str, percent: float) -> Callable[[Run], float]:
@@ -166,8 +187,8 @@ class Comparison:
         return interval_95(FIGURES[name](run) for run in self.of(policy))
 
     def ratio(self, policy: str, baseline: str, name: str) -> Interval:
-        """A figure in units of that of another policy, paired by seed."""
-        base = {run.seed: FIGURES[name](run) for run in self.of(baseline)}
+        """A figure in units of that of another policy, paired by seed; NaN where that is 0."""
+        base = {run.seed: FIGURES[name](run) or math.nan for run in self.of(baseline)}
         return interval_95(FIGURES[name](run) / base[run.seed] for run in self.of(policy) if run.seed in base)
 
     def to_json(self, goal: Goal | None = None) -> dict[str, Any]:
@@ -175,28 +196,14 @@ class Comparison:
 
         What the system's clock says of a simulation is left out, so that the same seeds give the same text.
         """
+        return {**self.head(), "runs": [run.to_json(goal, is_simulated=self.is_simulated) for run in self.runs]}
+
+    def head(self) -> dict[str, Any]:
+        """What `to_json` says above the runs."""
         return {
             "workload": self.workload,
             "simulated": self.is_simulated,
             "missing": [list(one) for one in self.missing],
-            "runs": [
-                {
-                    "policy": run.policy,
-                    "seed": run.seed,
-                    "requests": len(run.requests),
-                    "prompt_tokens": run.prompt_tokens,
-                    "generated_tokens": run.generated_tokens,
-                    "failed": run.num_failed,
-                    **({"goodput": run.goodput(goal)} if goal is not None else {}),
-                    "figures": {name: _plain(figure(run)) for name, figure in FIGURES.items()},
-                    "cdf": {
-                        name: [_plain(run.of(f"{name}_s", percent)) for percent in range(101)]
-                        for name in ("ttft", "tpot", "e2e", "normalised")
-                    },
-                    **({} if self.is_simulated else {"policy_ms_per_step": policy_ms_per_step(run)}),
-                }
-                for run in self.runs
-            ],
         }
 
 

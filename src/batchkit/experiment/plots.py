@@ -9,7 +9,7 @@ from typing import Any
 from .compare import Comparison
 from .tables import LATENCIES
 
-__all__ = ["NoPlots", "latency_plot", "throughput_plot"]
+__all__ = ["NoPlots", "check_plot", "latency_plot", "throughput_plot"]
 
 _MARKERS = "osD^vP*X<>"
 
@@ -62,6 +62,20 @@ def latency_plot(
         for axes in others:
             axes.set_visible(False)
     _save(figure, path)
+
+
+def check_plot(path: str | os.PathLike[str]) -> None:
+    """Find out before an experiment whether its plot can be drawn.
+
+    Raises:
+        NoPlots: matplotlib is missing.
+        ValueError: it draws no such kind of file.
+    """
+    figure, _ = _figure(columns=1, rows=1)
+    ending = os.path.splitext(path)[1].removeprefix(".")
+    known = figure.canvas.get_supported_filetypes()
+    if ending not in known:
+        raise ValueError(f"{os.fspath(path)} must end with one of .{', .'.join(sorted(known))}")
 
 
 def _figure(*, columns: int, rows: int) -> tuple[Any, Any]:

@@ -1,0 +1,253 @@
+"""``batchkit bench`` and ``batchkit simulate``: policies side by side on a model that is here, or on a device's cost.
+
+Both have the same experiments: ``variance``, throughput over how much output lengths vary, and ``latency``, over how
+much arrives. Each is a list of cells, and each cell is one `batchkit.experiment.compare.compare`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from ..costs import DEVICES, ModelShape, RooflineCost
+from ..experiment.compare import Comparison, Goal, Run, compare
+from ..experiment.plots import throughput_plot
+from ..experiment.policies import Policy
+from ..experiment.tables import missing_line, throughput_table
+from ..experiment.targets import ModelTarget, SimulatedTarget, Target, longest_output, longest_sequence
+from .bench_options import add_common, add_variance, chosen_policies, kv_tokens, longest_declared, variance_workload
+from .bench_report import Cell, Results, check_outputs, settings
+from .faults import NotDone, loading, one_line, say, with_place
+from .inspect import versions
+from .options import DONE, INTERRUPTED
+
+__all__ = ["add_bench", "add_simulate", "shape_of"]
+
+# Makes a target of a KV budget in tokens and the model's length.
+MakeTarget = Callable[..., Target]
+
+
+def add_bench(commands: argparse._SubParsersAction[Any]) -> None:
+    """The command ``bench``."""
+    _add(commands, "bench", "policies side by side on a model", simulated=False)
+
+
+def add_simulate(commands: argparse._SubParsersAction[Any]) -> None:
+    """The command ``simulate``."""
+    _add(commands, "simulate", "policies side by side on a device's cost model", simulated=True)
+
+
+def _add(commands: argparse._SubParsersAction[Any], name: str, summary: str, *, simulated: bool) -> None:
+    parser = commands.add_parser(name, help=summary, description=f"Compare {summary}.")
+    experiments = parser.add_subparsers(required=True, metavar="EXPERIMENT", dest="experiment")
+    for experiment, what, add, run in (
+        ("variance", "throughput over how much output lengths vary", add_variance, _variance),
+    ):
+        one = experiments.add_parser(experiment, help=what, description=f"Measure {what}.")
+        add_common(one, simulated=simulated)
+        add(one)
+        one.set_defaults(run=run, is_simulated=simulated)
+
+
+def _variance(args: argparse.Namespace) -> int:
+    policies = chosen_policies(args)
+    workloads = {cap: variance_workload(args, cap) for cap in args.caps}
+    check_outputs(args)
+    make, head = _target(args)
+    cells = []
+    for cap, workload in workloads.items():
+        length = args.prompt[1] + longest_declared(args, cap)
+        budget = kv_tokens(args, length)
+        facts = {"cap": cap, "kv_tokens": budget, "max_model_len": length}
+        target = make(kv_tokens=budget, max_model_len=length)
+        cells.append(Cell(label=f"cap {cap}", value=cap, workload=workload, target=target, facts=facts))
+    results, code = _play(args, head, cells, policies, lambda found: throughput_table(found, policies[0].name))
+    found = {cell.value: results.found[cell.label] for cell in cells if results.found[cell.label].runs}
+    if args.plot is not None and found:
+        throughput_plot(args.plot, found, over="cap of the output lengths, tokens")
+    return code
+
+
+def shape_of(args: argparse.Namespace) -> ModelShape:
+    """The shape of the model that a simulation is of; tests put another function there."""
+    from ..hf.shape import model_shape
+
+    return model_shape(args.model, dtype=args.dtype)
+
+
+def _target(args: argparse.Namespace) -> tuple[MakeTarget, dict[str, Any]]:
+    """What makes targets, and what the JSON file says of it. Prints what it is."""
+    if args.is_simulated:
+        return _simulated(args)
+    with loading(args.model) as path:
+        from ..hf.environment import limit_threads
+        from ..hf.loading import load_weights
+
+        limit_threads()
+        model = load_weights(path, device=args.device, dtype=args.dtype)
+    dtype = str(model.dtype).removeprefix("torch.")
+    print(f"MEASURED: {args.model} in {dtype} on {model.device}")
+    return partial(ModelTarget, model=model, block_size=args.block_size), {
+        "versions": versions(),
+        "model": {"name": args.model, "dtype": dtype, "device": str(model.device)},
+    }
+
+
+def _simulated(args: argparse.Namespace) -> tuple[MakeTarget, dict[str, Any]]:
+    try:
+        shape = shape_of(args)
+    except Exception as error:  # the libraries below raise whatever they like over a configuration
+        raise NotDone(f"cannot read the model's configuration: {one_line(error)}") from None
+    device = DEVICES[args.device]
+    cost = RooflineCost.of(
+        shape, device, block_size=args.block_size, overhead_s=args.overhead_s, efficiency=args.efficiency
+    )
+    print(f"SIMULATED: {shape.name} on {device.name}, by a cost model; nothing was measured")
+    print(
+        f"cost of a step: {1e3 * cost.overhead_s:g} ms\n"
+        f"  + the greater of {1e3 * shape.weight_bytes / cost.bandwidth:.4g} ms for reading the weights and "
+        f"{2e3 * shape.active_params / (cost.efficiency * cost.flops):.4g} ms per token\n"
+        f"    ({cost.bandwidth:.4g} bytes/s; {cost.efficiency:.0%} of {cost.flops:.4g} FLOP/s; "
+        f"{shape.num_params:,} parameters)\n"
+        f"  + {1e3 * shape.kv_bytes_per_token / cost.bandwidth:.4g} ms per token of context "
+        f"({shape.kv_bytes_per_token:,} KV bytes), and the arithmetic of attention"
+    )
+    make = partial(SimulatedTarget, cost=cost, block_size=args.block_size, vocab_size=shape.vocab_size)
+    return make, {"model": asdict(shape), "cost": asdict(cost)}
+
+
+def _play(
+    args: argparse.Namespace,
+    head: dict[str, Any],
+    cells: Sequence[Cell],
+    policies: Sequence[Policy],
+    table: Callable[[Comparison], str],
+    *,
+    goal: Goal | None = None,
+    **window: float | None,
+) -> tuple[Results, int]:
+    """All cells in turn. What was measured is kept whatever happens.
+
+    Returns:
+        What was measured, and the exit code.
+    """
+    for cell in cells:
+        _check_budget(cell, policies, args)
+    results = Results(
+        args.json,
+        {"command": f"{args.command} {args.experiment}", "settings": settings(args, policies), **head},
+        cells,
+        policies=policies,
+        seeds=args.seeds,
+        goal=goal,
+    )
+    bar = _Bar(len(cells) * len(policies) * len(args.seeds))
+    code = DONE
+    real_s = time.perf_counter()
+    shown: list[Cell] = []
+
+    def show(cell: Cell) -> None:
+        shown.append(cell)
+        facts = ", ".join(f"{name} {value:,g}" for name, value in cell.facts.items())
+        print(f"\n{cell.workload.name}\n{facts}\n{table(results.found[cell.label])}", flush=True)
+
+    try:
+        for cell in cells:
+            bar.begin(cell.label)
+
+            def on_run(run: Run, cell: Cell = cell) -> None:
+                results.add(cell, run)
+                bar.advance()
+
+            found = compare(
+                policies,
+                cell.workload,
+                target=cell.target,
+                seeds=args.seeds,
+                on_run=on_run,
+                trace_folder=_trace_folder(args, cell),
+                **window,  # type: ignore[arg-type]
+            )
+            if found.missing:
+                raise KeyboardInterrupt
+            show(cell)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except NotDone:
+        raise
+    except Exception as error:  # a policy may be the user's
+        told = one_line(error) if isinstance(error, ValueError) else with_place(error)
+        raise NotDone(f"{cell.label}: {told}") from None
+    finally:
+        bar.close()
+    real_s = time.perf_counter() - real_s
+    if code == INTERRUPTED:
+        results.write()
+        for cell in cells:
+            if cell not in shown and results.found[cell.label].runs:
+                show(cell)
+        say("batchkit: interrupted")
+        for cell in cells:
+            if missing := results.found[cell.label].missing:
+                say(f"batchkit: {missing_line(missing, cell.label)}")
+    if args.is_simulated:
+        simulated_s = sum(run.window_s for found in results.found.values() for run in found.runs)
+        print(f"\n{simulated_s:,.1f} s simulated in {real_s:,.1f} s: {simulated_s / real_s:,.1f} for each real second")
+    return results, code
+
+
+def _trace_folder(args: argparse.Namespace, cell: Cell) -> str | None:
+    if args.trace_folder is None:
+        return None
+    folder = os.path.join(args.trace_folder, cell.label.replace(" ", "-").replace("/", "-"))
+    os.makedirs(folder, exist_ok=True)
+    return folder
+
+
+def _check_budget(cell: Cell, policies: Sequence[Policy], args: argparse.Namespace) -> None:
+    """Find out about sequences that do not fit before the first run, not before the last."""
+    budget, length = cell.facts["kv_tokens"], cell.facts["max_model_len"]
+    if budget < args.block_size:
+        raise NotDone(f"{cell.label}: a KV budget of {budget} tokens is not one block of {args.block_size}")
+    for seed in args.seeds:
+        try:
+            load = cell.workload.make(seed)
+            for policy in policies:
+                policy.make(
+                    num_blocks=budget // args.block_size,
+                    block_size=args.block_size,
+                    max_model_len=length,
+                    longest_sequence=longest_sequence(load),
+                    longest_output=longest_output(load),
+                )
+        except ValueError as error:
+            raise NotDone(f"{cell.label}: {one_line(error)}") from None
+
+
+class _Bar:
+    """Progress on stderr, if that is a terminal and tqdm is there."""
+
+    def __init__(self, total: int) -> None:
+        self._bar: Any = None
+        with suppress(ModuleNotFoundError):
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, unit="run", disable=None)
+
+    def begin(self, label: str) -> None:
+        if self._bar is not None:
+            self._bar.set_description(label)
+
+    def advance(self) -> None:
+        if self._bar is not None:
+            self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
