@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from .types import BlockCopy, SchedulerOutput
 
-__all__ = ["DEVICES", "Device", "ModelShape", "RooflineCost", "StepCost"]
+__all__ = ["DEVICES", "Device", "MeasuredCost", "ModelShape", "RooflineCost", "StepCost", "attended"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +85,23 @@ class StepCost(Protocol):
         """Of the copies that come before the rows."""
 
 
+def attended(rows: Iterable[tuple[int, int]]) -> tuple[int, int]:
+    """What rows attend to: their contexts in all, and the pairs of a token that is computed and one that it sees.
+
+    Args:
+        rows: where each begins, and how many tokens it computes.
+
+    >>> attended([(2, 3), (7, 1)])  # 3 + 4 + 5 positions, and 8
+    (13, 20)
+    """
+    context_tokens = more = 0
+    for start, count in rows:
+        context_tokens += start + count
+        if count > 1:  # most rows have one token
+            more += (count - 1) * (2 * start + count) // 2
+    return context_tokens, context_tokens + more
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineCost(StepCost):
     """Seconds of one step on a device, from its arithmetic and its bandwidth.
@@ -157,8 +175,8 @@ class RooflineCost(StepCost):
             **constants,
         )
 
-    def seconds(self, num_tokens: int, context_tokens: int, *, num_rows: int = 0, pairs: int = 0) -> float:
-        """Of a step that computes `num_tokens` over rows whose contexts add up to `context_tokens`."""
+    def seconds(self, num_tokens: float, context_tokens: float, *, num_rows: float = 0, pairs: float = 0) -> float:
+        """Of a step that computes `num_tokens` over rows whose contexts add up to `context_tokens`; or means."""
         weights = self.num_params * self.bytes_per_param / self.bandwidth
         speed = self.efficiency * self.flops
         params = self.num_params if self.active_params is None else self.active_params
@@ -173,19 +191,14 @@ class RooflineCost(StepCost):
     def __call__(self, out: SchedulerOutput) -> float:
         """Of the rows of `out`."""
         rows = out.rows
-        num_rows = len(rows)
+        num_rows, num_tokens = len(rows), out.num_tokens
         if self.padded:
             width = max([row.num_tokens for row in rows])
             context = max([row.start + row.num_tokens for row in rows])
             num_tokens, context_tokens = num_rows * width, num_rows * context
             pairs = num_rows * width * (context - (width - 1) // 2)
         else:
-            num_tokens = out.num_tokens
-            context_tokens = sum([row.start + row.num_tokens for row in rows])
-            # A token attends to itself and to what is before it. Most rows have one token.
-            pairs = context_tokens + sum(
-                [(row.num_tokens - 1) * (2 * row.start + row.num_tokens) // 2 for row in rows if row.num_tokens > 1]
-            )
+            context_tokens, pairs = attended([(row.start, row.num_tokens) for row in rows])
         seconds = self.seconds(num_tokens, context_tokens, num_rows=num_rows, pairs=pairs)
         if self.batch_overhead_s and all(row.start == 0 for row in rows):
             seconds += self.batch_overhead_s
@@ -198,3 +211,47 @@ class RooflineCost(StepCost):
         if self.host_bandwidth is not None:
             seconds += (len(copies) - within) * self.block_bytes / self.host_bandwidth
         return seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCost(StepCost):
+    """Seconds of one step as they were measured; `batchkit.experiment.calibrate` makes it of step traces.
+
+    A curve over the tokens of the step, linear between its points, and linear shares of contexts and pairs. A roofline
+    has one corner; matrix products on a CPU have several, wherever another routine takes over.
+
+    Args:
+        tokens: of the points, ascending, at least two.
+        seconds: at the points.
+        context_s: for each token of all contexts.
+        pair_s: for each pair; see `attended`.
+    """
+
+    tokens: tuple[int, ...]
+    seconds: tuple[float, ...]
+    context_s: float = 0.0
+    pair_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        rising = all(before < after for before, after in zip(self.tokens, self.tokens[1:], strict=False))
+        if len(self.tokens) < 2 or len(self.tokens) != len(self.seconds) or not rising:
+            raise ValueError(
+                f"a curve needs at least two points in ascending order, got tokens {self.tokens} and "
+                f"{len(self.seconds)} times"
+            )
+
+    def curve(self, num_tokens: int) -> float:
+        """Seconds of a step of so many tokens, contexts apart. Beyond its ends it goes on as straight."""
+        at = min(max(bisect_left(self.tokens, num_tokens), 1), len(self.tokens) - 1)
+        low, high = self.tokens[at - 1], self.tokens[at]
+        share = (num_tokens - low) / (high - low)
+        return max(0.0, self.seconds[at - 1] * (1 - share) + self.seconds[at] * share)
+
+    def __call__(self, out: SchedulerOutput) -> float:
+        """Of the rows of `out`."""
+        context_tokens, pairs = attended([(row.start, row.num_tokens) for row in out.rows])
+        return self.curve(out.num_tokens) + self.context_s * context_tokens + self.pair_s * pairs
+
+    def copying(self, copies: Sequence[BlockCopy]) -> float:
+        """Nothing: copies are not calibrated."""
+        return 0.0

@@ -18,6 +18,7 @@ from batchkit import (
     StaticScheduler,
     WorkloadRecord,
 )
+from batchkit.costs import MeasuredCost
 from batchkit.experiment.compare import FIGURES, Goal, compare, run
 from batchkit.experiment.loads import (
     Requests,
@@ -112,6 +113,16 @@ def test_a_policys_system_and_memory_are_its_own():
     assert slow.steps.num_steps == plain.steps.num_steps
     assert slow.window_s == pytest.approx(plain.window_s + slow.steps.num_steps * (1.0 - COST.overhead_s))
     assert small.steps.peak_rows < plain.steps.peak_rows
+
+
+def test_a_measured_cost_will_do_and_takes_no_system():
+    cost = MeasuredCost(tokens=(1, 1001), seconds=(1.0, 2.0))
+    target = SimulatedTarget(cost=cost, kv_tokens=480, max_model_len=256)
+    one = run(target, POLICIES["chunked"], WORKLOAD.make(0))
+    assert one.window_s == pytest.approx(one.steps.num_steps * 0.999 + one.steps.num_tokens / 1000)
+    slow = Policy(name="slow", scheduler=ChunkedPrefillScheduler, system=System(overhead_s=1.0))
+    with pytest.raises(ValueError, match="slow has a System of its own"):
+        run(target, slow, WORKLOAD.make(0))
 
 
 def test_a_policy_of_ones_own_and_another_allocator():

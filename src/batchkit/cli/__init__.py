@@ -22,6 +22,7 @@ from typing import TextIO, cast
 
 from ..engine import Engine
 from .bench import add_bench, add_simulate
+from .calibrate import add_calibrate
 from .dry_run import preview_engine
 from .faults import NotDone, say
 from .inspect import doctor, env
@@ -33,7 +34,7 @@ from .specs import SCHEDULERS
 
 __all__ = ["SCHEDULERS", "main", "make_engine"]
 
-_MORE: tuple[AddCommand, ...] = (add_show, add_replay, add_bench, add_simulate, add_plan)
+_MORE: tuple[AddCommand, ...] = (add_show, add_replay, add_bench, add_simulate, add_plan, add_calibrate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

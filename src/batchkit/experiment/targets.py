@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from ..allocators import PagedAllocator
 from ..clocks import Clock, MonotonicClock, VirtualClock
-from ..costs import RooflineCost
+from ..costs import MeasuredCost, RooflineCost
 from ..engine import Engine
 from ..metrics import StepRecorder
 from ..params import SamplingParams
@@ -71,7 +71,7 @@ class SimulatedTarget(Target):
     """A device by its cost model. The engine, the schedulers and the allocators are the real ones.
 
     Attributes:
-        cost: seconds of a step; a policy's `System` replaces its overheads.
+        cost: seconds of a step; a policy's `System` replaces a roofline's overheads.
         kv_tokens: the KV budget, rounded down to blocks.
         block_size: tokens per block.
         max_model_len: the most tokens of prompt and output together.
@@ -81,7 +81,7 @@ class SimulatedTarget(Target):
         check_kv: see `SimulatedRunner`; takes a few times as long.
     """
 
-    cost: RooflineCost
+    cost: RooflineCost | MeasuredCost
     kv_tokens: int
     block_size: int = 16
     max_model_len: int = 2048
@@ -115,6 +115,8 @@ class SimulatedTarget(Target):
         )
         cost = self.cost
         if policy.system is not None:
+            if not isinstance(cost, RooflineCost):
+                raise ValueError(f"{policy.name} has a System of its own, which a measured cost cannot take on")
             cost = replace(
                 cost,
                 overhead_s=policy.system.overhead_s,

@@ -11,7 +11,7 @@ from .backends import choose_backend
 from .kv_pool import free_memory
 from .loading import default_device
 
-__all__ = ["describe", "limit_threads"]
+__all__ = ["describe", "limit_threads", "num_threads"]
 
 _GIB = 1 << 30
 
@@ -35,6 +35,11 @@ def limit_threads() -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
+
+
+def num_threads() -> int:
+    """How many threads torch computes with on the CPU."""
+    return torch.get_num_threads()
 
 
 def _devices() -> list[str]:

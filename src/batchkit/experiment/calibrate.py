@@ -1,0 +1,242 @@
+"""A cost model of the device that is here, fitted to step traces and tried on steps that the fit has not seen."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from ..costs import MeasuredCost, attended
+from ..trace import Trace
+
+__all__ = ["Calibration", "FitError", "Observation", "calibrate", "fit", "observations", "predict"]
+
+VERSION = 1
+
+_FEWEST = 20
+"""Steps that a fit needs at least."""
+_POINTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+"""Where the curve over a step's tokens may bend."""
+_GAP = 1.5
+"""A next step that begins later than this many times the step's own seconds began after a wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """One step that was measured.
+
+    Attributes:
+        num_tokens: computed, idle ones among them.
+        context_tokens, pairs: see `batchkit.costs.attended`.
+        seconds: from its beginning to the next step's, so that everything the engine does is in it.
+    """
+
+    num_tokens: int
+    context_tokens: int
+    pairs: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FitError:
+    """How far a cost model is from steps that were measured.
+
+    Attributes:
+        num_steps: how many.
+        measured_s, predicted_s: their sums, in seconds.
+        mean_step_error: mean over the steps of the error's share of what was measured.
+    """
+
+    num_steps: int
+    measured_s: float
+    predicted_s: float
+    mean_step_error: float
+
+    @property
+    def total_error(self) -> float:
+        """How much too large the sum is, as a share of what was measured."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """A fitted cost model, and where it comes from.
+
+    Attributes:
+        cost: the model.
+        fitted: the error on the steps it was fitted to.
+        held_out: on others.
+        about: what was measured: model, dtype, threads.
+    """
+
+    cost: MeasuredCost
+    fitted: FitError
+    held_out: FitError
+    about: Mapping[str, Any]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON."""
+        text = json.dumps({"kind": "calibration", "version": VERSION, **asdict(self)}, indent=1)
+        with open(path, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Calibration:
+        """Read it back.
+
+        Raises:
+            OSError: it cannot be read.
+            ValueError: it is no calibration, or of another version.
+        """
+        with open(path, encoding="utf-8") as file:
+            try:
+                raw = json.load(file)
+                if raw["kind"] != "calibration" or raw["version"] != VERSION:
+                    raise ValueError("another version")
+                cost = raw["cost"]
+                return cls(
+                    cost=MeasuredCost(
+                        **{**cost, "tokens": tuple(cost["tokens"]), "seconds": tuple(cost["seconds"])},
+                    ),
+                    fitted=FitError(**raw["fitted"]),
+                    held_out=FitError(**raw["held_out"]),
+                    about=raw["about"],
+                )
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"{os.fspath(path)} is no calibration of version {VERSION} ({type(error).__name__}: {error})"
+                ) from None
+
+
+def observations(trace: Trace) -> list[Observation]:
+    """The steps of a trace that had rows and did not fail."""
+    found = []
+    for step, after in pairwise([*trace.steps, None]):
+        assert step is not None
+        if not step["rows"] or step["error"] is not None:
+            continue
+        own = step["schedule_s"] + step["execute_s"] + step["sample_s"]
+        whole = own if after is None else after["time"] - step["time"]
+        rows = [(row["start"], row["tokens"]) for row in step["rows"]]
+        context_tokens, pairs = attended(rows)
+        found.append(
+            Observation(
+                num_tokens=sum(count for _, count in rows),
+                context_tokens=context_tokens,
+                pairs=pairs,
+                seconds=whole if own <= whole <= _GAP * own else own,
+            )
+        )
+    return found
+
+
+def fit(steps: Sequence[Observation]) -> MeasuredCost:
+    """The cost model that is nearest to the steps, by squares of relative errors.
+
+    No constant is below 0, and the curve nowhere falls: few steps tell its points apart from contexts and pairs.
+
+    Raises:
+        ValueError: there are too few steps, or all have equally many tokens.
+    """
+    counts = sorted({step.num_tokens for step in steps})
+    if len(steps) < _FEWEST or len(counts) < 2:
+        raise ValueError(
+            f"a fit needs at least {_FEWEST} steps and two different numbers of tokens, got {len(steps)} and {counts}"
+        )
+    points = _points(counts)
+    size = len(points) + 2
+    # Normal equations of the relative errors. Unknown are the first point, the rise to each next one, and two shares.
+    gram = [[0.0] * size for _ in range(size)]
+    right = [0.0] * size
+    for step in steps:
+        row = [(at, value / step.seconds) for at, value in _features(step, points)]
+        for at, value in row:
+            right[at] += value
+            for other, factor in row:
+                gram[at][other] += value * factor
+    found = _non_negative(gram, right)
+    curve = tuple(accumulate(found[: len(points)]))
+    return MeasuredCost(tokens=points, seconds=curve, context_s=found[-2], pair_s=found[-1])
+
+
+def _points(counts: Sequence[int]) -> tuple[int, ...]:
+    """Points of the curve: the ends, and between them those that have steps on both sides near by."""
+    inner = []
+    for before, at in pairwise(_POINTS):
+        if counts[0] < at < counts[-1] and any(before < count <= at for count in counts):
+            inner.append(at)
+    return tuple(dict.fromkeys((counts[0], *inner, counts[-1])))
+
+
+def _features(step: Observation, points: Sequence[int]) -> list[tuple[int, float]]:
+    """What a step multiplies each unknown by."""
+    rises = [
+        (at, min(1.0, (step.num_tokens - low) / (high - low)))
+        for at, (low, high) in enumerate(pairwise(points), 1)
+        if step.num_tokens > low
+    ]
+    shares = [(len(points), float(step.context_tokens)), (len(points) + 1, float(step.pairs))]
+    return [(0, 1.0), *rises, *shares]
+
+
+def _non_negative(gram: list[list[float]], right: list[float]) -> list[float]:
+    """The least squares solution without negative numbers, one coordinate after the other until nothing moves."""
+    size = len(right)
+    scale = [gram[at][at] ** 0.5 or 1.0 for at in range(size)]
+    found = [0.0] * size
+    for _ in range(20_000):
+        moved = 0.0
+        for at in range(size):
+            if not gram[at][at]:
+                continue
+            rest = right[at] - sum([gram[at][other] * found[other] for other in range(size)])
+            after = max(0.0, found[at] + rest / gram[at][at])
+            moved = max(moved, abs(after - found[at]) * scale[at])
+            found[at] = after
+        if moved < 1e-9 * len(right):
+            break
+    return found
+
+
+def predict(cost: MeasuredCost, steps: Iterable[Observation]) -> FitError:
+    """Compare a cost model with steps that were measured.
+
+    Raises:
+        ValueError: there are none.
+    """
+    given = list(steps)
+    if not given:
+        raise ValueError("an error needs at least one step")
+    guesses = [
+        cost.curve(step.num_tokens) + cost.context_s * step.context_tokens + cost.pair_s * step.pairs for step in given
+    ]
+    return FitError(
+        num_steps=len(given),
+        measured_s=sum(step.seconds for step in given),
+        predicted_s=sum(guesses),
+        mean_step_error=sum(abs(guess / step.seconds - 1) for guess, step in zip(guesses, given, strict=True))
+        / len(given),
+    )
+
+
+def calibrate(traces: Iterable[Trace], *, about: Mapping[str, Any], held_out: Iterable[Trace] = ()) -> Calibration:
+    """Fit a cost model to traces.
+
+    Args:
+        traces: of runs on one device with one model.
+        about: see `Calibration`.
+        held_out: traces that the fit does not see. Default: every fifth step is held out.
+
+    Raises:
+        ValueError: see `fit`.
+    """
+    steps = [step for trace in traces for step in observations(trace)]
+    others = [step for trace in held_out for step in observations(trace)]
+    if not others:
+        others = steps[4::5]
+        steps = [step for number, step in enumerate(steps) if number % 5 != 4]
+    cost = fit(steps)
+    return Calibration(cost=cost, fitted=predict(cost, steps), held_out=predict(cost, others), about=dict(about))

@@ -1,0 +1,137 @@
+"""Cost models fitted to steps: known ones come out again, and the error is that on other steps."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchkit import ChunkedPrefillScheduler, RooflineCost, WorkloadRecord
+from batchkit.cli import main
+from batchkit.costs import MeasuredCost
+from batchkit.experiment.calibrate import Calibration, Observation, calibrate, fit, observations, predict
+from batchkit.experiment.compare import run
+from batchkit.experiment.policies import POLICIES, Policy
+from batchkit.experiment.targets import SimulatedTarget
+from batchkit.trace import read_trace
+
+
+def steps_by(cost, count, *, noise=0.0, seed=0):
+    rng = random.Random(seed)
+    steps = []
+    for _ in range(count):
+        tokens = rng.choice((1, 1, 2, 3, 5, 8, 13, 30, 64, 100, 128, 200, 256, 400))
+        context = tokens + rng.randint(0, 4000)
+        pairs = tokens * rng.randint(1, 300)
+        seconds = cost.curve(tokens) + cost.context_s * context + cost.pair_s * pairs
+        steps.append(Observation(tokens, context, pairs, seconds * (1 + noise * rng.uniform(-1, 1))))
+    return steps
+
+
+KNOWN = MeasuredCost(tokens=(1, 8, 64, 400), seconds=(0.01, 0.012, 0.05, 0.3), context_s=1e-6, pair_s=2e-7)
+
+
+def test_a_known_model_comes_out_again():
+    found = fit(steps_by(KNOWN, 400))
+    for tokens in (1, 4, 8, 20, 64, 100, 333, 400):
+        assert found.curve(tokens) == pytest.approx(KNOWN.curve(tokens), rel=0.01)
+    assert found.context_s == pytest.approx(1e-6, rel=0.02)
+    assert found.pair_s == pytest.approx(2e-7, rel=0.02)
+    assert predict(found, steps_by(KNOWN, 50, seed=1)).mean_step_error < 0.01
+
+
+def test_noise_is_not_fitted():
+    found = fit(steps_by(KNOWN, 400, noise=0.2))
+    error = predict(found, steps_by(KNOWN, 200, seed=1))
+    assert error.mean_step_error < 0.06
+    assert abs(error.total_error) < 0.03
+
+
+@given(st.integers(0, 1000))
+def test_the_curve_never_falls_and_nothing_is_negative(seed):
+    rng = random.Random(seed)
+    steps = [
+        Observation(rng.randint(1, 50), rng.randint(1, 900), rng.randint(1, 900), rng.uniform(0.001, 1))
+        for _ in range(30)
+    ]
+    found = fit(steps)
+    assert list(found.seconds) == sorted(found.seconds)
+    assert min(*found.seconds, found.context_s, found.pair_s) >= 0
+
+
+def test_too_little_is_refused_with_the_numbers():
+    with pytest.raises(ValueError, match="at least 20 steps and two different numbers of tokens, got 19"):
+        fit(steps_by(KNOWN, 19))
+    with pytest.raises(ValueError, match=r"got 30 and \[1\]"):
+        fit([Observation(1, 1, 1, 0.1)] * 30)
+    with pytest.raises(ValueError, match="at least one step"):
+        predict(KNOWN, [])
+
+
+def test_a_curve_goes_on_straight_beyond_its_ends():
+    assert KNOWN.curve(736) == pytest.approx(0.55)
+    assert [KNOWN.curve(tokens) for tokens in KNOWN.tokens] == pytest.approx(KNOWN.seconds)
+    with pytest.raises(ValueError, match="at least two points in ascending order"):
+        MeasuredCost(tokens=(1, 1), seconds=(0.1, 0.2))
+
+
+@pytest.fixture
+def traces(tmp_path):
+    """Step traces whose seconds are those of a roofline, since the clock is virtual."""
+    cost = RooflineCost(num_params=1e9, kv_bytes_per_token=1e5, bandwidth=1e11, flops=1e13, overhead_s=0.01)
+    target = SimulatedTarget(cost=cost, kv_tokens=2000)
+    rng = random.Random(0)
+    load = [WorkloadRecord(prompt=rng.randint(1, 90), max_tokens=rng.randint(1, 30)) for _ in range(40)]
+    for seats in (2, 9):
+        policy = Policy(name=f"p{seats}", scheduler=ChunkedPrefillScheduler, max_num_seqs=seats)
+        run(target, policy, load, trace=tmp_path / f"{seats}.jsonl")
+    return [tmp_path / "2.jsonl", tmp_path / "9.jsonl"]
+
+
+def test_a_step_takes_until_the_next_one_unless_the_engine_waited(tmp_path):
+    target = SimulatedTarget(cost=RooflineCost(num_params=1, kv_bytes_per_token=1, bandwidth=1, flops=1), kv_tokens=99)
+    load = [WorkloadRecord(prompt=4, max_tokens=3), WorkloadRecord(prompt=4, max_tokens=3, arrival=1e6)]
+    run(target, POLICIES["paged"], load, trace=tmp_path / "t.jsonl")
+    trace = read_trace(tmp_path / "t.jsonl")
+    # In virtual time a step's own seconds are those of the real clock, so that a longer distance counts as a wait.
+    assert [step.num_tokens for step in observations(trace)] == [4, 1, 1] * 2
+    assert all(0 < step.seconds < 1 for step in observations(trace))
+
+
+def test_the_command_fits_traces_and_the_file_comes_back(traces, tmp_path, capsys):
+    out = tmp_path / "cost.json"
+    assert main(["calibrate", "--traces", str(traces[0]), "--hold-out", str(traces[1]), "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "held out:" in printed and "fitted to:" in printed
+    found = Calibration.load(out)
+    assert found == calibrate([read_trace(traces[0])], about={"traces": 1}, held_out=[read_trace(traces[1])])
+    assert f"{found.held_out.num_steps:,} steps" in printed
+    every_fifth = calibrate([read_trace(path) for path in traces], about={})
+    total = sum(len(observations(read_trace(path))) for path in traces)
+    assert every_fifth.held_out.num_steps == total // 5
+    assert every_fifth.fitted.num_steps == total - total // 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "one of the two"),
+        (["model", "--traces", "a"], "one of the two"),
+        (["model", "--hold-out", "a"], "--hold-out goes with --traces"),
+        (["--traces", "nothing.jsonl"], "nothing.jsonl"),
+    ],
+)
+def test_what_the_command_refuses(arguments, said, capsys):
+    assert main(["calibrate", *arguments]) == 1
+    shown = capsys.readouterr().err
+    assert said in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"kind": "calibration", "version": 99}', '{"kind": "other"}'])
+def test_what_is_no_calibration_is_refused(tmp_path, text):
+    path = tmp_path / "x.json"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="is no calibration of version 1"):
+        Calibration.load(path)
