@@ -529,10 +529,11 @@ class Engine:
         allocator = scheduler.allocator
         used = allocator.num_blocks - allocator.num_free_blocks
         self._peak_used_blocks = max(self._peak_used_blocks, used)
-        kv_tokens = sum(seq.num_computed for seq in scheduler.running)
-        kv_tokens += sum(row.num_tokens for row in out.rows if not row.idle)
+        running = list(scheduler.running)
+        kv_tokens = sum([seq.num_computed for seq in running])
+        kv_tokens += sum([row.num_tokens for row in out.rows if not row.idle])
         if allocator.shares_blocks:  # blocks of several tables are full, and were counted with each
-            kv_tokens -= (sum(len(allocator.table(seq.id)) for seq in scheduler.running) - used) * allocator.block_size
+            kv_tokens -= (sum([len(allocator.table(seq.id)) for seq in running]) - used) * allocator.block_size
         if not out.rows and not out.copies:
             self._wait_until = out.wait_until
             return None
@@ -668,8 +669,8 @@ class Engine:
         num_new_tokens = 0
         for row, result in results:
             self._computed_tokens += row.num_tokens
-            live = self._live.get(row.seq_id)
-            if live is None or row.idle:
+            live = None if row.idle else self._live.get(row.seq_id)
+            if live is None:
                 continue
             sample = live.samples[row.sample_index]
             if sample.seq.status is not Status.RUNNING:

@@ -247,9 +247,10 @@ class Step:
         """
         scheduler = self._scheduler
         allocator = scheduler.allocator
+        if seq is None and self._refusals:
+            seq = next((seq for seq, _, _ in self._refusals.values() if seq.status is Status.WAITING), None)
         if seq is None:
-            refused = (seq for seq, _, _ in self._refusals.values() if seq.status is Status.WAITING)
-            seq = next(refused, None) or next(iter(scheduler._waiting), None)
+            seq = next(iter(scheduler._waiting), None)
         if seq is None or seq.id not in scheduler._waiting.ids:
             return None
         _, why, slots = self._refusals.get(seq.id, (seq, None, 0))
@@ -486,25 +487,25 @@ class Scheduler(ABC):
             copies=tuple(self._copies),
             num_tokens=budget - step.tokens_left,
             wait_until=None if rows else step._wait_until,
-            blocked=step.explain(),
+            blocked=step.explain() if self._waiting.ids else None,
         )
 
     def _idle_row(self, seq: Sequence) -> ScheduledSequence:
         last = seq.num_computed - 1
-        return ScheduledSequence(
-            seq_id=seq.id,
-            row=0,
-            seat=seq.seat,
-            request=seq.request,
-            sample_index=seq.index,
-            start=last,
-            num_tokens=1,
-            token_ids=seq.token_ids(last, last + 1),
-            output_ids=seq.output,
-            num_output=len(seq.output),
-            blocks=self.allocator.table(seq.id),
-            samples=False,
-            idle=True,
+        return ScheduledSequence(  # by position: see `next_step`
+            seq.id,
+            0,  # row
+            seq.seat,
+            seq.request,
+            seq.index,
+            last,
+            1,  # num_tokens
+            seq.token_ids(last, last + 1),
+            seq.output,
+            len(seq.output),
+            self.allocator.table(seq.id),
+            False,  # samples
+            True,  # idle
         )
 
     def _stall_message(self, step: Step) -> str:

@@ -32,6 +32,7 @@ from .types import (
 __all__ = ["SimulatedRunner", "TrueLengths"]
 
 _MASK = (1 << 64) - 1
+_NOTHING = RowResult()
 
 
 def _mix(state: int, value: int) -> int:
@@ -88,7 +89,8 @@ class SimulatedRunner(ModelRunner):
                 self._names[place] = [["nothing was ever written"] * geometry.block_size for _ in range(blocks)]
         # The hash of each prefix of a sequence: it costs the whole history, and a row adds mostly one token to it.
         self._prefixes: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
-        self._max_prefixes = 4096
+        self._num_hashes = 0
+        self._max_hashes = 1_000_000
 
     @property
     @override
@@ -98,19 +100,26 @@ class SimulatedRunner(ModelRunner):
     @override
     def execute(self, out: SchedulerOutput) -> SamplerOutput:
         rows = tuple([self._row(row) for row in out.rows])
+        # Those of the step itself are the newest. To forget them would cost the next step their whole histories.
+        while self._num_hashes > self._max_hashes and len(self._prefixes) > len(rows):
+            self._num_hashes -= len(self._prefixes.popitem(last=False)[1])
         if self._clock is not None:
             self._clock.advance(self._cost(out) if self._cost is not None else 1e-3)
         return SamplerOutput(rows)
 
     def _row(self, row: ScheduledSequence) -> RowResult:
+        params = row.request.params
+        scores_prompt = params.prompt_logprobs is not None and row.sample_index == 0
+        if not (row.samples or self._check_kv or scores_prompt):
+            return _NOTHING
         end = row.start + row.num_tokens
         prefixes = self._prefix_hashes(row, end)
         if self._check_kv:
             self._read(row, prefixes)
             self._write(row, prefixes, end)
-        params, prompt = row.request.params, row.request.prompt_token_ids
         scores = None
-        if params.prompt_logprobs is not None and row.sample_index == 0:
+        if scores_prompt:
+            prompt = row.request.prompt_token_ids
             predicted = range(row.start + 1, min(end + 1, len(prompt)))
             scores = {at: _made_up(prefixes[at - 1], prompt[at]) for at in predicted}
         if not row.samples:
@@ -124,11 +133,10 @@ class SimulatedRunner(ModelRunner):
         known = self._prefixes.get(key)
         if known is None:
             known = self._prefixes[key] = []
-            if len(self._prefixes) > self._max_prefixes:
-                self._prefixes.popitem(last=False)
         else:
             self._prefixes.move_to_end(key)
         if len(known) < end:
+            self._num_hashes += end - len(known)
             prompt = row.request.prompt_token_ids
             state = known[-1] if known else 0
             for position in range(len(known), end):
@@ -178,12 +186,13 @@ class SimulatedRunner(ModelRunner):
     @override
     def drop_caches(self) -> None:
         self._prefixes.clear()
+        self._num_hashes = 0
 
     @override
     def close(self) -> None:
         self._tags.clear()
         self._names.clear()
-        self._prefixes.clear()
+        self.drop_caches()
 
 
 class TrueLengths(ModelRunner):
@@ -212,12 +221,17 @@ class TrueLengths(ModelRunner):
     @override
     def execute(self, out: SchedulerOutput) -> SamplerOutput:
         got = self._runner.execute(out)
-        rows = [self._end(row, result) for row, result in zip(out.rows, got.rows, strict=True)]
-        return replace(got, rows=tuple(rows))
+        rows = tuple(
+            [
+                self._end(row, result) if result.token_ids else result
+                for row, result in zip(out.rows, got.rows, strict=True)
+            ]
+        )
+        return got if rows == got.rows else replace(got, rows=rows)
 
     def _end(self, row: ScheduledSequence, result: RowResult) -> RowResult:
         length = self._output_tokens(row.request)
-        if length is None or not result.token_ids:
+        if length is None:
             return result
         stops = row.request.stop_token_ids
         if row.num_output + 1 >= length and length < row.request.max_tokens:

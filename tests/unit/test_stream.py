@@ -300,7 +300,7 @@ def test_params_that_raise_in_the_middle() -> None:
 def test_memory_does_not_grow_with_the_number_of_prompts() -> None:
     geometry = KVGeometry(num_blocks=64, block_size=8, max_model_len=64, vocab_size=1000)
     runner = SimulatedRunner(geometry, check_kv=False)
-    runner._max_prefixes = 64  # what it remembers is not the engine's
+    runner._max_hashes = 256  # what it remembers is not the engine's
     engine = Engine(runner, ChunkedPrefillScheduler(PagedAllocator(64, 8)))
     most = {"early": 0, "late": 0}
     num_done = 0

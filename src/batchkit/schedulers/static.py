@@ -64,9 +64,15 @@ class StaticScheduler(Scheduler):
     def schedule(self, step: Step) -> None:
         if not self.running:
             self._open, self._num_decodes = True, 0
+        decoding: list[Sequence] = []
+        held: list[Sequence] = []
         for seq in self.running:
-            if seq.num_uncomputed > 1:
+            if seq.status is Status.HELD:
+                held.append(seq)
+            elif seq.num_uncomputed > 1:
                 step.run(seq)
+            else:
+                decoding.append(seq)
         if self._open:
             self._open = False
             for seq in self.order(step.now):
@@ -76,6 +82,6 @@ class StaticScheduler(Scheduler):
                     break
         if not step:
             # Held ones last: with a budget cut for lack of memory, their idle rows could leave no room for any other.
-            for seq in sorted(self.running, key=lambda s: s.status is Status.HELD):
+            for seq in (*decoding, *held):
                 step.run(seq)
             self._num_decodes += 1
