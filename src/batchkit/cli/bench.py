@@ -17,17 +17,34 @@ from typing import Any
 
 from ..costs import DEVICES, ModelShape, RooflineCost
 from ..experiment.compare import Comparison, Goal, Run, compare
-from ..experiment.plots import throughput_plot
+from ..experiment.plots import latency_plot, throughput_plot
 from ..experiment.policies import Policy
-from ..experiment.tables import missing_line, throughput_table
+from ..experiment.tables import SUSTAINED, latency_table, missing_line, saturation_table, throughput_table
 from ..experiment.targets import ModelTarget, SimulatedTarget, Target, longest_output, longest_sequence
-from .bench_options import add_common, add_variance, chosen_policies, kv_tokens, longest_declared, variance_workload
+from .bench_options import (
+    add_common,
+    add_latency,
+    add_variance,
+    chosen_policies,
+    fill_in,
+    kv_tokens,
+    latency_workloads,
+    longest_declared,
+    source_of,
+    variance_workload,
+)
 from .bench_report import Cell, Results, check_outputs, settings
 from .faults import NotDone, loading, one_line, say, with_place
 from .inspect import versions
 from .options import DONE, INTERRUPTED
 
 __all__ = ["add_bench", "add_simulate", "shape_of"]
+
+SATURATION = (
+    "kept up: requests that end in the second half of the arrivals, as a share of those that arrive in it;\n"
+    f"a policy saturates at the highest rate up to which that is {SUSTAINED:.0%} or more; tokens per second include "
+    "the drain"
+)
 
 # Makes a target of a KV budget in tokens and the model's length.
 MakeTarget = Callable[..., Target]
@@ -48,6 +65,7 @@ def _add(commands: argparse._SubParsersAction[Any], name: str, summary: str, *, 
     experiments = parser.add_subparsers(required=True, metavar="EXPERIMENT", dest="experiment")
     for experiment, what, add, run in (
         ("variance", "throughput over how much output lengths vary", add_variance, _variance),
+        ("latency", "latencies over how much arrives", add_latency, _latency),
     ):
         one = experiments.add_parser(experiment, help=what, description=f"Measure {what}.")
         add_common(one, simulated=simulated)
@@ -56,6 +74,7 @@ def _add(commands: argparse._SubParsersAction[Any], name: str, summary: str, *, 
 
 
 def _variance(args: argparse.Namespace) -> int:
+    fill_in(args)
     policies = chosen_policies(args)
     workloads = {cap: variance_workload(args, cap) for cap in args.caps}
     check_outputs(args)
@@ -71,6 +90,40 @@ def _variance(args: argparse.Namespace) -> int:
     found = {cell.value: results.found[cell.label] for cell in cells if results.found[cell.label].runs}
     if args.plot is not None and found:
         throughput_plot(args.plot, found, over="cap of the output lengths, tokens")
+    return code
+
+
+def _latency(args: argparse.Namespace) -> int:
+    fill_in(args)
+    policies = chosen_policies(args)
+    workloads, length = latency_workloads(args)
+    check_outputs(args)
+    make, head = _target(args)
+    budget = kv_tokens(args, length)
+    target = make(kv_tokens=budget, max_model_len=length, prefix_caching=args.prefix_caching)
+    cells = []
+    for rate, workload in workloads.items():
+        facts = {**({} if rate is None else {"rate": rate}), "kv_tokens": budget, "max_model_len": length}
+        label = source_of(args) if rate is None else f"rate {rate:g}"
+        cells.append(Cell(label=label, value=rate or 0.0, workload=workload, target=target, facts=facts))
+    goal = None
+    if args.goal_ttft_s is not None or args.goal_tpot_s is not None:
+        goal = Goal(ttft_s=args.goal_ttft_s, tpot_s=args.goal_tpot_s)
+    results, code = _play(
+        args,
+        head,
+        cells,
+        policies,
+        lambda found: latency_table(found, goal),
+        goal=goal,
+        warm_up_s=args.warm_up_s,
+        until_s=args.until_s,
+    )
+    found = {cell.value: results.found[cell.label] for cell in cells if results.found[cell.label].runs}
+    if source_of(args) == "rates" and args.rates is not None and found:
+        print(f"\n{saturation_table(found)}\n{SATURATION}")
+    if args.plot is not None and found:
+        latency_plot(args.plot, found, cell=lambda value: next(one.label for one in cells if one.value == value))
     return code
 
 

@@ -10,9 +10,27 @@ from typing import Any, Literal
 
 from ..allocators import ContiguousAllocator
 from ..costs import DEVICES
-from ..experiment.loads import Draws, Requests, Workload, all_at_once, exponential, fixed, original, uniform
+from ..experiment.loads import (
+    Draws,
+    Requests,
+    Workload,
+    all_at_once,
+    burst,
+    closed_loop,
+    conversations,
+    evenly,
+    exponential,
+    exponential_think,
+    fixed,
+    open_loop,
+    original,
+    poisson,
+    turns,
+    uniform,
+)
 from ..experiment.policies import POLICIES, Policy, one_per_class
-from .faults import NotDone
+from ..experiment.trace_files import RequestFile, read_requests
+from .faults import NotDone, one_line
 from .options import DTYPES, said, whole_number
 from .specs import SCHEDULERS, parse_policy, try_policy
 from .specs import Policy as Spec
@@ -20,11 +38,15 @@ from .specs import Policy as Spec
 __all__ = [
     "OUTPUTS",
     "add_common",
+    "add_latency",
     "add_variance",
     "chosen_policies",
+    "fill_in",
     "kv_tokens",
+    "latency_workloads",
     "longest_declared",
     "requests",
+    "source_of",
     "variance_workload",
 ]
 
@@ -34,12 +56,85 @@ OUTPUTS = ("json", "plot", "trace_folder")
 Range = tuple[int, int]
 
 
+_DEFAULTS: dict[str, Any] = {
+    "n": 128,
+    "prompt": (128, 128),
+    "mean": 32.0,
+    "declared": "true",
+    "cap": 256,
+    "arrivals": "poisson",
+    "speed": 1.0,
+    "think_s": 0.0,
+    "requests_per_client": 10,
+    "turns": 4,
+    "shared_prefix": 0,
+}
+_LENGTHS = {"prompt", "mean", "fixed", "original", "declared", "cap"}
+_GO_WITH: dict[str, set[str]] = {
+    "rates": {*_LENGTHS, "n", "arrivals"},
+    "requests": {"declared", "speed", "limit", "max_model_len"},
+    "clients": {*_LENGTHS, "think_s", "requests_per_client"},
+    "sessions": {*_LENGTHS, "think_s", "turns", "shared_prefix", "rates", "arrivals"},
+}
+"""Which options count beside the one that says where requests come from."""
+
+
 def add_variance(parser: argparse.ArgumentParser) -> None:
     """What only the throughput experiment has."""
     parser.add_argument(
-        "--caps", type=_list(whole_number), default=[8, 32, 96, 384], metavar="N,...", help="longest outputs to try"
+        "--caps",
+        type=_list(whole_number),
+        default=[8, 32, 96, 384],
+        metavar="N,...",
+        help="longest outputs to try; default: 8,32,96,384",
     )
-    _add_lengths(parser, mean=32, n=128)
+    _add_lengths(parser)
+
+
+def add_latency(parser: argparse.ArgumentParser) -> None:
+    """What only the latency experiment has. Most have no default here, so that it shows what was said in vain."""
+    source = parser.add_argument_group("where requests come from")
+    source.add_argument("--rates", type=_list(_above_zero), metavar="R,...", help="of arrivals, per second")
+    source.add_argument(
+        "--arrivals",
+        choices=("poisson", "evenly", "burst"),
+        help="at a rate, or burst: all at once; default: poisson",
+    )
+    other = source.add_mutually_exclusive_group()
+    other.add_argument(
+        "--requests", metavar="FILE", help="recorded ones: of Azure's or BurstGPT's traces, or batchkit's JSON lines"
+    )
+    other.add_argument("--clients", type=whole_number, metavar="N", help="that send one when the one before has ended")
+    other.add_argument(
+        "--sessions", type=whole_number, metavar="N", help="conversations, each prompt after all that was said before"
+    )
+    source.add_argument("--speed", type=_above_zero, metavar="X", help="recorded time runs X times as fast; default: 1")
+    source.add_argument("--limit", type=whole_number, metavar="N", help="only the first N recorded requests")
+    source.add_argument(
+        "--max-model-len", type=whole_number, metavar="N", help="leave out recorded requests that are longer"
+    )
+    source.add_argument(
+        "--think-s", type=_seconds, metavar="S", help="mean time between an answer and the next prompt; default: 0"
+    )
+    source.add_argument("--requests-per-client", type=whole_number, metavar="N", help="default: 10")
+    source.add_argument("--turns", type=whole_number, metavar="N", help="of a conversation; default: 4")
+    source.add_argument(
+        "--shared-prefix", type=_tokens, metavar="N", help="tokens that all conversations begin with; default: 0"
+    )
+    parser.add_argument("--cap", type=whole_number, metavar="N", help="longest output; default: 256")
+    _add_lengths(parser)
+    parser.add_argument(
+        "--prefix-caching", action="store_true", help="compute the beginning that prompts have in common once"
+    )
+    window = parser.add_argument_group("what counts")
+    window.add_argument(
+        "--warm-up-s", type=_seconds, default=0.0, metavar="S", help="requests that arrive before do not; default: 0"
+    )
+    window.add_argument("--until-s", type=_above_zero, metavar="S", help="stop after S seconds; default: when all end")
+    window.add_argument("--goal-ttft-s", type=_above_zero, metavar="S", help="for the goodput: most until a token")
+    window.add_argument(
+        "--goal-tpot-s", type=_above_zero, metavar="S", help="for the goodput: most seconds between two"
+    )
 
 
 def add_common(parser: argparse.ArgumentParser, *, simulated: bool) -> None:
@@ -100,12 +195,11 @@ def add_common(parser: argparse.ArgumentParser, *, simulated: bool) -> None:
     group.add_argument("--trace-folder", metavar="FOLDER", help="gets a step trace of each run")
 
 
-def _add_lengths(parser: argparse.ArgumentParser, *, mean: float, n: int) -> None:
-    parser.add_argument("--n", type=whole_number, default=n, metavar="N", help=f"requests of a run; default: {n}")
+def _add_lengths(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--n", type=whole_number, metavar="N", help="requests of a run; default: 128")
     parser.add_argument(
         "--prompt",
         type=said(_range),
-        default=(128, 128),
         metavar="N|LO:HI",
         help="tokens of a prompt, between two numbers equally likely; default: 128",
     )
@@ -113,26 +207,58 @@ def _add_lengths(parser: argparse.ArgumentParser, *, mean: float, n: int) -> Non
     lengths.add_argument(
         "--mean",
         type=_above_zero,
-        default=mean,
         metavar="N",
-        help=f"outputs are exponential with this mean, by rejection up to the cap; default: {mean:g}",
+        help="outputs are exponential with this mean, by rejection up to the cap; default: 32",
     )
     lengths.add_argument("--fixed", type=whole_number, metavar="N", help="every output has N tokens")
     lengths.add_argument(
-        "--original",
-        action="store_true",
-        help="outputs are those of the 2023 experiment (mean 128) for every seed",
+        "--original", action="store_true", help="outputs are those of the 2023 experiment (mean 128) for every seed"
     )
     parser.add_argument(
         "--declared",
         type=said(_declared),
-        default="true",
         metavar="true|cap|N",
-        help="what requests say as max_tokens: their true lengths, the cap, or N; default: true",
+        help="what requests say as max_tokens: their true lengths, the cap, or N; default: true, of recorded ones what "
+        "the file says",
     )
 
 
 # --- what it means ---------------------------------------------------------------------------------------------------
+
+
+def fill_in(args: argparse.Namespace) -> None:
+    """Give options that were not said their defaults.
+
+    Raises:
+        NotDone: one was said that does not count beside the others.
+    """
+    if args.experiment == "latency":
+        _check_source(args)
+        if args.cap is None and args.fixed is not None:
+            args.cap = args.fixed
+    for name, value in _DEFAULTS.items():
+        if getattr(args, name, value) is None:
+            setattr(args, name, value)
+
+
+def source_of(args: argparse.Namespace) -> str:
+    """Where the requests of the latency experiment come from: the name of an option."""
+    return next((name for name in ("requests", "clients", "sessions") if getattr(args, name) is not None), "rates")
+
+
+def _check_source(args: argparse.Namespace) -> None:
+    source = source_of(args)
+    for name in sorted({name for names in _GO_WITH.values() for name in names} - _GO_WITH[source] - {source}):
+        if getattr(args, name) not in (None, False):
+            raise NotDone(f"--{name.replace('_', '-')} does not go with --{source}")
+    if args.arrivals == "burst" and args.rates is not None:
+        raise NotDone("--arrivals burst has no rates: all come at once")
+    if source == "rates" and args.arrivals != "burst" and args.rates is None:
+        raise NotDone("say where requests come from: --rates, --arrivals burst, --requests, --clients or --sessions")
+    if args.arrivals in ("poisson", "evenly") and args.rates is None:
+        raise NotDone(f"--arrivals {args.arrivals} needs --rates")
+    if args.prefix_caching and args.allocator == "contiguous":
+        raise NotDone("--prefix-caching does not go with --allocator contiguous, whose sequences share no blocks")
 
 
 def requests(args: argparse.Namespace, cap: int) -> Requests:
@@ -166,6 +292,57 @@ def _outputs(args: argparse.Namespace, cap: int) -> Draws[int]:
 def variance_workload(args: argparse.Namespace, cap: int) -> Workload:
     """All requests at the start."""
     return all_at_once(requests(args, cap), num_requests=args.n)
+
+
+def latency_workloads(args: argparse.Namespace) -> tuple[dict[float | None, Workload], int]:
+    """The workload of each rate, or the one there is under None, and the length of the longest request.
+
+    Raises:
+        NotDone: the file cannot be read, or is wrong, by its line and field.
+    """
+    if args.requests is not None:
+        found = _recorded(args)
+        longest = max(prompt + record.max_tokens for record, prompt in turns(found.records))
+        return {None: found.workload()}, longest
+    like = requests(args, args.cap)
+    longest = args.prompt[1] + longest_declared(args, args.cap)
+    think = exponential_think(args.think_s) if args.think_s else None
+    if args.clients is not None:
+        each = args.requests_per_client
+        return {None: closed_loop(like, clients=args.clients, requests_per_client=each, think=think)}, longest
+    at = evenly if args.arrivals == "evenly" else poisson
+    arrivals = {None: burst()} if args.rates is None else {rate: at(rate) for rate in args.rates}
+    if args.sessions is None:
+        return {rate: open_loop(like, num_requests=args.n, arrivals=one) for rate, one in arrivals.items()}, longest
+    talks = {
+        rate: conversations(
+            like,
+            sessions=args.sessions,
+            turns_each=args.turns,
+            prefix_tokens=args.shared_prefix,
+            think=think,
+            arrivals=one,
+        )
+        for rate, one in arrivals.items()
+    }
+    return talks, args.shared_prefix + args.turns * longest
+
+
+def _recorded(args: argparse.Namespace) -> RequestFile:
+    if args.declared == "cap":
+        raise NotDone("--declared cap does not go with --requests: say a number")
+    try:
+        return read_requests(
+            args.requests,
+            limit=args.limit,
+            speed=args.speed,
+            declared=None if args.declared == "true" else args.declared,
+            max_model_len=args.max_model_len,
+        )
+    except OSError as error:
+        raise NotDone(f"{args.requests} cannot be read: {error.strerror or one_line(error)}") from None
+    except ValueError as error:
+        raise NotDone(one_line(error)) from None
 
 
 def longest_declared(args: argparse.Namespace, cap: int) -> int:
@@ -267,6 +444,12 @@ def _number(text: str, what: str, is_right: Callable[[float], bool]) -> float:
 def _seed(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"a seed is a whole number of at least 0, got {text!r}")
+    return int(text)
+
+
+def _tokens(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number of tokens, got {text!r}")
     return int(text)
 
 

@@ -68,6 +68,9 @@ class Run:
         num_unfinished: arrived in the window and not done when time was up.
         num_failed: ended with an error.
         steps: see `StepFigures`; of the whole run.
+        kept_up: requests that ended in the second half of the arrivals as a share of those that arrived in it, whether
+            they count or not: near 1 as long as the engine keeps up, less the faster the queue grows. The half is
+            that of the time from the window's begin to the last arrival. NaN if all arrived at once.
         real_s: seconds of the system's clock that the run took, also if the engine's was virtual.
     """
 
@@ -78,6 +81,7 @@ class Run:
     num_unfinished: int
     num_failed: int
     steps: StepFigures
+    kept_up: float
     real_s: float
     _sorted: dict[str, list[float]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -143,6 +147,7 @@ FIGURES: dict[str, Callable[[Run], float]] = {
     "kv_free": lambda run: run.steps.kv.free,
     "preemptions": lambda run: run.steps.num_preemptions,
     "unfinished": lambda run: run.num_unfinished,
+    "kept_up": lambda run: run.kept_up,
     **{
         f"{name}_p{percent}": _of(f"{name}_s", percent)
         for name in ("queue", "ttft", "tpot", "e2e", "normalised")
@@ -241,6 +246,8 @@ def run(
     if not load:
         raise ValueError("a load needs at least one request")
     served: list[Measured] = []
+    arrivals: list[float] = []
+    ends: list[float] = []
     unfinished = failed = 0
     began = time.perf_counter()
     with target.open(policy, load, on_step=on_step, trace=trace) as stage:
@@ -252,6 +259,9 @@ def run(
             finished = output.timings.finished
             assert finished is not None
             closes = max(closes, finished)
+            arrivals.append(output.timings.arrival)
+            if output.finish_reason != "abort":
+                ends.append(finished)
             if output.timings.arrival < opens:
                 continue
             if output.finish_reason == "abort":
@@ -271,8 +281,17 @@ def run(
         num_unfinished=unfinished,
         num_failed=failed,
         steps=steps,
+        kept_up=_kept_up(arrivals, ends, opens),
         real_s=time.perf_counter() - began,
     )
+
+
+def _kept_up(arrivals: list[float], ends: list[float], opens: float) -> float:
+    last = max(arrivals)
+    middle = (opens + last) / 2
+    # Without the last arrival, which cannot have ended by then.
+    arrived = sum(middle <= moment < last for moment in arrivals)
+    return sum(middle <= moment < last for moment in ends) / arrived if arrived else math.nan
 
 
 def compare(

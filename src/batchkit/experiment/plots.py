@@ -12,6 +12,7 @@ from .tables import LATENCIES
 __all__ = ["NoPlots", "check_plot", "latency_plot", "throughput_plot"]
 
 _MARKERS = "osD^vP*X<>"
+_DASHES = ("-", "--", ":", "-.")  # so that of lines that coincide both are seen
 
 
 class NoPlots(Exception):
@@ -50,10 +51,13 @@ def latency_plot(
     figure, panels = _figure(columns=len(LATENCIES), rows=len(found) + (len(found) > 1))
     for row, (rate, one) in zip(panels, found.items(), strict=False):
         for axes, (kind, label) in zip(row, LATENCIES.items(), strict=True):
-            for policy in one.policies:
+            for number, policy in enumerate(one.policies):
                 runs = one.of(policy)
                 points = [[run.of(f"{kind}_s", percent) for run in runs] for percent in range(101)]
-                axes.plot([sum(values) / len(values) for values in points], range(101), label=policy)
+                means = [sum(values) / len(values) for values in points]
+                axes.plot(means, range(101), label=policy, linestyle=_DASHES[number % len(_DASHES)])
+            # Policies are orders of magnitude apart; but where all tokens come at once, the time between them is 0.
+            axes.set(xscale="linear" if kind == "tpot" else "log")
             axes.set(xlabel=label, ylabel="% of requests", title=cell(rate))
         row[0].legend(fontsize="small")
     if len(found) > 1:
@@ -102,6 +106,7 @@ def _lines(axes: Any, found: Mapping[float, Comparison], over: str) -> None:
             yerr=[value.half_width or 0.0 for _, value in there],
             label=policy,
             marker=_MARKERS[number % len(_MARKERS)],
+            linestyle=_DASHES[number % len(_DASHES)],
             capsize=3,
         )
     axes.set(xscale="log", xlabel=over, ylabel="prompt + generated tokens per second")

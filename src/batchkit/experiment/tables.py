@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..metrics import Interval
 from .compare import PERCENTILES, Comparison, Goal, policy_ms_per_step
 
-__all__ = ["latency_table", "missing_line", "table", "throughput_table"]
+__all__ = ["SUSTAINED", "latency_table", "missing_line", "saturation_table", "sustained", "table", "throughput_table"]
 
 LATENCIES = {"ttft": "TTFT s", "tpot": "TPOT s", "e2e": "e2e s", "normalised": "normalised s/token"}
 """Kinds of latency in tables and plots, by the start of their names in `FIGURES`."""
@@ -89,6 +89,46 @@ def latency_table(found: Comparison, goal: Goal | None = None) -> str:
             rows.append([policy if number == 0 else "", label, *values, *(rates if number == 0 else [""] * len(rates))])
     heads = ["policy", "latency", *(f"p{percent}" for percent in PERCENTILES), "prompt/s", "gen./s", "served/s"]
     return table([*heads, *([] if goal is None else ["goodput/s"]), "unfin.", "policy ms"], rows)
+
+
+SUSTAINED = 0.9
+"""A rate is sustained if at least such a share of requests ends as arrive, see `Run.kept_up`."""
+
+
+def sustained(found: Mapping[float, Comparison], policy: str) -> float | None:
+    """The highest rate up to which a policy sustains all rates that were tried; None if not even the lowest."""
+    highest = None
+    for rate in sorted(found):
+        if policy not in found[rate].policies or not found[rate].figure(policy, "kept_up").mean >= SUSTAINED:
+            break
+        highest = rate
+    return highest
+
+
+def saturation_table(found: Mapping[float, Comparison]) -> str:
+    """How far each policy kept up with each rate, the highest rate that it sustains, and the most tokens per second.
+
+    Args:
+        found: a comparison for each rate, each with at least one run.
+    """
+    rates = sorted(found)
+    rows = []
+    for policy in dict.fromkeys(policy for one in found.values() for policy in one.policies):
+        there = {rate: found[rate] for rate in rates if policy in found[rate].policies}
+        highest = sustained(found, policy)
+        rows.append(
+            [
+                policy,
+                *(_share(there[rate].figure(policy, "kept_up").mean) if rate in there else "-" for rate in rates),
+                f"below {rates[0]:g}" if highest is None else f"{highest:g}" + " or more" * (highest == rates[-1]),
+                f"{max(one.figure(policy, 'tokens_per_s').mean for one in there.values()):,.1f}",
+            ]
+        )
+    return table(["kept up with", *(f"{rate:g}/s" for rate in rates), "saturates at", "most both/s"], rows)
+
+
+def _share(value: float) -> str:
+    return f"{value:.0%}" if math.isfinite(value) else "-"
 
 
 def missing_line(missing: Sequence[tuple[str, int]], cell: str) -> str:
