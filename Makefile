@@ -17,7 +17,7 @@ FAST_TESTS := tests/unit tests/contract tests/test_layers.py tests/test_exports.
 OLDEST_TESTS := tests/unit_hf tests/parity
 
 .DELETE_ON_ERROR:
-.PHONY: help demo env model test test-fast test-oldest check format bench models-doc clean clean-all
+.PHONY: help demo env model test test-fast test-oldest check format bench experiment models-doc clean clean-all
 
 help:
 	@echo "make demo         set everything up, answer examples/prompts.jsonl with SmolLM2-135M, print the figures"
@@ -27,6 +27,7 @@ help:
 	@echo "make check        ruff and mypy"
 	@echo "make format       ruff, mending what it can"
 	@echo "make bench        the benchmarks: scheduling, long jobs, the trace, sampling, prefixes, start-up, throughput"
+	@echo "make experiment   the figures of docs/experiment.md: the 2023 experiment, simulated; minutes"
 	@echo "make models-doc   write docs/supported-models.md anew"
 	@echo "make clean        remove what tests and tools left; clean-all: the environments and the model too"
 	@echo "Variables: PYTHON=$(PYTHON) MODEL=$(MODEL) PYTEST_ARGS="
@@ -101,6 +102,9 @@ bench: env model
 	$(BIN)/python benchmarks/prefix.py --model $(MODEL)
 	$(BIN)/python benchmarks/startup.py --model $(MODEL)
 	$(BIN)/python benchmarks/throughput.py --model $(MODEL)
+
+experiment: env
+	$(BIN)/python benchmarks/original.py
 
 models-doc: env
 	$(BIN)/python tools/supported_models.py
