@@ -20,6 +20,8 @@ _FEWEST = 20
 """Steps that a fit needs at least."""
 _POINTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
 """Where the curve over a step's tokens may bend."""
+_ROUNDS = 4
+"""Fits, each with the seconds that the one before expects."""
 _GAP = 1.5
 """A next step that begins later than this many times the step's own seconds began after a wait."""
 
@@ -134,9 +136,11 @@ def observations(trace: Trace) -> list[Observation]:
 
 
 def fit(steps: Sequence[Observation]) -> MeasuredCost:
-    """The cost model that is nearest to the steps, by squares of relative errors.
+    """The cost model that is nearest to the steps, by least squares.
 
-    No constant is below 0, and the curve nowhere falls: few steps tell its points apart from contexts and pairs.
+    A step's square is divided by the seconds that are expected of it: the sum over all steps then comes out right, which
+    squares of relative errors would put too low. No constant is below 0, and the curve nowhere falls: few steps tell
+    its points apart from contexts and pairs.
 
     Raises:
         ValueError: there are too few steps, or all have equally many tokens.
@@ -147,19 +151,29 @@ def fit(steps: Sequence[Observation]) -> MeasuredCost:
             f"a fit needs at least {_FEWEST} steps and two different numbers of tokens, got {len(steps)} and {counts}"
         )
     points = _points(counts)
-    size = len(points) + 2
-    # Normal equations of the relative errors. Unknown are the first point, the rise to each next one, and two shares.
-    gram = [[0.0] * size for _ in range(size)]
-    right = [0.0] * size
-    for step in steps:
-        row = [(at, value / step.seconds) for at, value in _features(step, points)]
-        for at, value in row:
-            right[at] += value
-            for other, factor in row:
-                gram[at][other] += value * factor
-    found = _non_negative(gram, right)
+    features = [_features(step, points) for step in steps]
+    expected = [step.seconds for step in steps]
+    found: list[float] = []
+    for _ in range(_ROUNDS):
+        found = _least_squares(features, steps, expected, len(points) + 2)
+        expected = [sum([found[at] * value for at, value in row]) for row in features]
     curve = tuple(accumulate(found[: len(points)]))
     return MeasuredCost(tokens=points, seconds=curve, context_s=found[-2], pair_s=found[-1])
+
+
+def _least_squares(
+    features: Sequence[list[tuple[int, float]]], steps: Sequence[Observation], expected: Sequence[float], size: int
+) -> list[float]:
+    """The unknowns: the first point, the rise to each next one, and the shares of contexts and pairs."""
+    gram = [[0.0] * size for _ in range(size)]
+    right = [0.0] * size
+    for row, step, seconds in zip(features, steps, expected, strict=True):
+        weight = 1 / max(seconds, 1e-9)
+        for at, value in row:
+            right[at] += weight * value * step.seconds
+            for other, factor in row:
+                gram[at][other] += weight * value * factor
+    return _non_negative(gram, right)
 
 
 def _points(counts: Sequence[int]) -> tuple[int, ...]:
