@@ -53,8 +53,8 @@ class RungScheduler(Scheduler):
         pad_to: a batch runs for this many output tokens at least, see `StaticScheduler`.
         drop_finished: finished sequences of a batch give up seat, blocks and compute at once.
         join: "batch": only when the batch before has ended; "step": whenever there is room.
-        reserve: memory taken on admission: for the model's length, for the prompt and the next power of two of the
-            declared output, for the declared output, or for the tokens there are ("now").
+        reserve: memory taken on admission: for the model's length; for the prompt and the next power of two of the
+            declared output, up to the model's length; for the declared output; or for the tokens there are ("now").
         mix: decoding rows run in the step of a prefill too; otherwise prefills come first, in steps of their own.
 
     Raises:
@@ -102,7 +102,8 @@ class RungScheduler(Scheduler):
             assert self.max_model_len is not None
             return max(seq.max_kv, self.max_model_len)
         if self.reserve == "pow2":
-            return seq.num_prompt + (1 << (max(seq.request.max_tokens, 1) - 1).bit_length()) - 1
+            slots = seq.num_prompt + (1 << (max(seq.request.max_tokens, 1) - 1).bit_length()) - 1
+            return max(seq.max_kv, slots if self.max_model_len is None else min(slots, self.max_model_len))
         return seq.max_kv if self.reserve == "max_tokens" else seq.num_tokens
 
     @override
@@ -383,6 +384,9 @@ def climb(
     """
     if static_batch is not None and not 1 <= static_batch <= max_num_seqs:
         raise ValueError(f"static_batch must be between 1 and max_num_seqs ({max_num_seqs}), got {static_batch}")
+    for name, tokens in (("step_tokens", step_tokens), ("chunk_tokens", chunk_tokens)):
+        if tokens < max_num_seqs:
+            raise ValueError(f"{name} must be at least max_num_seqs ({max_num_seqs}), got {tokens}")
     first = replace(NAIVE, few_seats=static_batch is not None)
     changes = {
         order: tuple(name for name in names if name != "seats" or static_batch is not None)
