@@ -10,7 +10,6 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -21,10 +20,7 @@ from ..experiment.plots import latency_plot, throughput_plot
 from ..experiment.policies import Policy
 from ..experiment.tables import SUSTAINED, latency_table, missing_line, saturation_table, throughput_table
 from ..experiment.targets import ModelTarget, SimulatedTarget, Target, longest_output, longest_sequence
-from .bench_options import (
-    add_common,
-    add_latency,
-    add_variance,
+from .bench_loads import (
     chosen_policies,
     fill_in,
     kv_tokens,
@@ -33,7 +29,8 @@ from .bench_options import (
     source_of,
     variance_workload,
 )
-from .bench_report import Cell, Results, check_outputs, settings
+from .bench_options import add_common, add_latency, add_variance
+from .bench_report import Bar, Cell, Results, check_outputs, settings
 from .faults import NotDone, loading, one_line, say, with_place
 from .inspect import versions
 from .options import DONE, INTERRUPTED
@@ -200,7 +197,7 @@ def _play(
         seeds=args.seeds,
         goal=goal,
     )
-    bar = _Bar(len(cells) * len(policies) * len(args.seeds))
+    bar = Bar(len(cells) * len(policies) * len(args.seeds))
     code = DONE
     real_s = time.perf_counter()
     shown: list[Cell] = []
@@ -281,26 +278,3 @@ def _check_budget(cell: Cell, policies: Sequence[Policy], args: argparse.Namespa
                 )
         except ValueError as error:
             raise NotDone(f"{cell.label}: {one_line(error)}") from None
-
-
-class _Bar:
-    """Progress on stderr, if that is a terminal and tqdm is there."""
-
-    def __init__(self, total: int) -> None:
-        self._bar: Any = None
-        with suppress(ModuleNotFoundError):
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, unit="run", disable=None)
-
-    def begin(self, label: str) -> None:
-        if self._bar is not None:
-            self._bar.set_description(label)
-
-    def advance(self) -> None:
-        if self._bar is not None:
-            self._bar.update()
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..experiment.targets import Target
 from .bench_options import OUTPUTS
 from .faults import NotDone, one_line
 
-__all__ = ["Cell", "Results", "check_outputs", "settings"]
+__all__ = ["Bar", "Cell", "Results", "check_outputs", "settings"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,3 +148,29 @@ def check_outputs(args: argparse.Namespace) -> None:
             os.makedirs(args.trace_folder, exist_ok=True)
         except OSError as error:
             raise NotDone(f"{args.trace_folder} cannot be made: {error.strerror}") from None
+
+
+class Bar:
+    """Progress on stderr, if that is a terminal and tqdm is there."""
+
+    def __init__(self, total: int) -> None:
+        self._bar: Any = None
+        with suppress(ModuleNotFoundError):
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, unit="run", disable=None)
+
+    def begin(self, label: str) -> None:
+        """Say which cell comes."""
+        if self._bar is not None:
+            self._bar.set_description(label)
+
+    def advance(self) -> None:
+        """One run more is there."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def close(self) -> None:
+        """Leave it as it stands."""
+        if self._bar is not None:
+            self._bar.close()
