@@ -123,6 +123,14 @@ def test_the_simulator_is_between_the_two_rates(reserve: str) -> None:
     assert speed.alone.requests_per_s < rate < speed.mixed.requests_per_s
 
 
+def test_seats_bound_what_runs_and_not_what_fits() -> None:
+    free, seated = (plan(OPT_13B, A100, max_num_seqs=seats) for seats in (None, 10))
+    assert seated.mean == free.mean
+    assert [speed.num_seqs for speed in seated.speeds] == [7, 10, 10, 10]
+    assert seated.speeds[0] == free.speeds[0]
+    assert seated.speeds[3].mixed.requests_per_s < free.speeds[3].mixed.requests_per_s
+
+
 def test_short_models_have_short_defaults() -> None:
     found = plan(replace(OPT_13B, max_model_len=100), A100)
     assert (found.mean.prompt, found.mean.output) == (80, 20)

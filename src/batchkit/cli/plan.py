@@ -71,6 +71,9 @@ def add_plan(commands: argparse._SubParsersAction[Any]) -> None:
         "--output", metavar="N", type=_count, help="tokens in the mean; default: 128, at most 1/5 of the model's length"
     )
     load.add_argument("--cap", metavar="N", type=_count, help="output each request declares; default: what comes")
+    load.add_argument(
+        "--max-num-seqs", metavar="N", type=_count, help="most sequences that run at a time; default: memory decides"
+    )
     parser.set_defaults(run=lambda args: _plan(args, parser))
 
 
@@ -121,10 +124,14 @@ def _lengths(text: str) -> list[int]:
 
 def _device(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Device:
     names = {"memory": "memory_bytes", "bandwidth": "bandwidth", "flops": "flops"}
-    given = {field: getattr(args, name) for name, field in names.items() if getattr(args, name) is not None}
+    given: dict[str, Any] = {
+        field: getattr(args, name) for name, field in names.items() if getattr(args, name) is not None
+    }
     if args.device is not None:
-        name = f"{args.device} with another {' and '.join(n for n in names if names[n] in given)}" if given else None
-        return replace(DEVICES[args.device], **given, **({"name": name} if name else {}))
+        if given:
+            changed = " and ".join(name for name, field in names.items() if field in given)
+            given["name"] = f"{args.device} with another {changed}"
+        return replace(DEVICES[args.device], **given)
     missing = [f"--{name}" for name, field in names.items() if field not in given]
     if missing:
         parser.error(f"--device (one of {', '.join(DEVICES)}) is missing, or {' and '.join(missing)} in its place")
@@ -143,6 +150,7 @@ def _plan(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
             prompt=args.prompt,
             output=args.output,
             cap=args.cap,
+            max_num_seqs=args.max_num_seqs,
             memory_fraction=args.memory_fraction,
             kv_memory=args.kv_memory,
             efficiency=args.efficiency,
@@ -180,7 +188,7 @@ def _memory(found: Plan, args: argparse.Namespace) -> str:
     else:
         rule = "not in weights or KV"
     lines = [
-        ("memory", f"{device.memory_bytes:,.0f} bytes"),
+        ("memory", f"{device.memory_bytes:,.0f} bytes" + (", by its data sheet" if args.memory is None else "")),
         ("weights", f"{found.weight_bytes:,.0f} bytes: {model.num_params:,} parameters of {model.bytes_per_param:g}"),
         ("other", f"{found.other_bytes:,.0f} bytes: {rule}"),
         ("KV memory", f"{found.kv_bytes:,} bytes"),

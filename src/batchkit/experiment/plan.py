@@ -79,7 +79,7 @@ class Speed:
 
     Attributes:
         reservation: one of `RESERVATIONS`.
-        num_seqs: that run at a time.
+        num_seqs: that run at a time: all that fit, or the seats there are.
         decode_step_s: seconds of a step in which all of them decode, at their mean context.
         prefill_step_s: seconds of a step that computes one prompt and nothing else.
         alone: every prompt is computed in a step of its own.
@@ -171,6 +171,7 @@ def plan(
     prompt: int | None = None,
     output: int | None = None,
     cap: int | None = None,
+    max_num_seqs: int | None = None,
     memory_fraction: float = MEMORY_FRACTION,
     kv_memory: int | None = None,
     **constants: Any,
@@ -195,6 +196,7 @@ def plan(
         output: tokens that are generated, in the mean. Default: 128, or one fifth of the model's length.
         cap: output that every request declares, up to the model's length, and none exceeds. Default: each declares
             what comes.
+        max_num_seqs: sequences that run at a time at most; only the speeds depend on it. Default: memory decides.
         memory_fraction: see `kv_budget`.
         kv_memory: see `kv_budget`.
         constants: further arguments of `RooflineCost`, such as ``overhead_s``.
@@ -207,7 +209,13 @@ def plan(
     prompt = max(1, min(512, longest * 4 // 5)) if prompt is None else prompt
     output = max(1, min(128, longest // 5)) if output is None else output
     lengths = sorted({min(512, longest), min(2048, longest)}) if lengths is None else lengths
-    for name, value in (("block_size", block_size), ("prompt", prompt), ("output", output), ("cap", cap)):
+    for name, value in (
+        ("block_size", block_size),
+        ("prompt", prompt),
+        ("output", output),
+        ("cap", cap),
+        ("max_num_seqs", max_num_seqs),
+    ):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if cap is not None and output > cap:
@@ -248,7 +256,7 @@ def plan(
         kv_tokens=num_blocks * block_size,
         lengths=tuple(load(length - out, out) for length, out in zip(lengths, outputs, strict=True)),
         mean=mean,
-        speeds=tuple(_speed(cost, mean, holding) for holding in mean.holdings),
+        speeds=tuple(_speed(cost, mean, holding, max_num_seqs) for holding in mean.holdings),
         efficiency=cost.efficiency,
         overhead_s=cost.overhead_s,
     )
@@ -297,8 +305,9 @@ def _blocks_up_to(slots: int, block_size: int) -> int:
     return block_size * whole * (whole + 1) // 2 + rest * (whole + 1)
 
 
-def _speed(cost: RooflineCost, load: Load, holding: Holding) -> Speed:
-    num_seqs, prompt, output = holding.num_seqs, load.prompt, load.output
+def _speed(cost: RooflineCost, load: Load, holding: Holding, max_num_seqs: int | None) -> Speed:
+    prompt, output = load.prompt, load.output
+    num_seqs = holding.num_seqs if max_num_seqs is None else min(holding.num_seqs, max_num_seqs)
     context = prompt + output / 2  # of a decoding row, in the mean over its output - 1 steps
     prompt_pairs = prompt * (prompt + 1) / 2
 
