@@ -509,6 +509,8 @@ class Engine:
             self._wait(until)
 
     def _wait(self, until: float | None = None) -> None:
+        if self._wait_until is None and not (self._in_turn or self._closed):
+            return  # after most steps
         with self._turn():
             due, self._wait_until = self.wait_until, None
         if due is not None and not self._aborts:  # others may call while it sleeps
@@ -529,11 +531,8 @@ class Engine:
         allocator = scheduler.allocator
         used = allocator.num_blocks - allocator.num_free_blocks
         self._peak_used_blocks = max(self._peak_used_blocks, used)
-        running = list(scheduler.running)
-        kv_tokens = sum([seq.num_computed for seq in running])
-        kv_tokens += sum([row.num_tokens for row in out.rows if not row.idle])
-        if allocator.shares_blocks:  # blocks of several tables are full, and were counted with each
-            kv_tokens -= (sum([len(allocator.table(seq.id)) for seq in running]) - used) * allocator.block_size
+        is_watched = self._on_step is not None or self._trace is not None
+        kv_tokens = self._kv_tokens(out, used) if is_watched else 0
         if not out.rows and not out.copies:
             self._wait_until = out.wait_until
             return None
@@ -551,6 +550,8 @@ class Engine:
         self._wait_until = out.wait_until
         num_new_tokens, num_finished = self._commit(now, results)
         self._num_steps += 1
+        if not is_watched:
+            return None
         report = StepReport(
             step=self._num_steps,
             time=now,
@@ -569,6 +570,16 @@ class Engine:
         if self._trace is not None:
             self._trace.step(report)
         return report
+
+    def _kv_tokens(self, out: SchedulerOutput, used: int) -> int:
+        """See `StepReport.kv_tokens`, before the rows are computed; `used` blocks are held."""
+        allocator = self._scheduler.allocator
+        running = list(self._scheduler.running)
+        count = sum([seq.num_computed for seq in running])
+        count += sum([row.num_tokens for row in out.rows if not row.idle])
+        if allocator.shares_blocks:  # blocks of several tables are full, and were counted with each
+            count -= (sum([len(allocator.table(seq.id)) for seq in running]) - used) * allocator.block_size
+        return count
 
     def _copy(self, out: SchedulerOutput) -> None:
         try:

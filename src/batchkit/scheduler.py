@@ -254,11 +254,12 @@ class Step:
         if seq is None or seq.id not in scheduler._waiting.ids:
             return None
         _, why, slots = self._refusals.get(seq.id, (seq, None, 0))
-        slots = min(slots or seq.num_tokens, allocator.num_blocks * allocator.block_size)
+        known = seq.num_tokens
+        slots = min(slots or known, allocator.num_blocks * allocator.block_size)
         return Blocked(
             request_id=seq.request.id,
             why=why,
-            tokens_needed=seq.num_uncomputed,
+            tokens_needed=known - seq.num_computed,
             tokens_left=self.tokens_left,
             blocks_needed=allocator.missing(seq.id, slots),
             blocks_free=allocator.num_free_blocks,
@@ -393,6 +394,7 @@ class Scheduler(ABC):
         self._running_view = QueueView(self._running)
         self._seats = list(range(max_num_seqs))[::-1]
         self._held: dict[int, Sequence] = {}
+        self._idle_rows: dict[int, ScheduledSequence] = {}  # of held ones, by id
         self._released: set[int] = set()
         self._copies: list[BlockCopy] = []
         self.num_cached_tokens = 0
@@ -491,8 +493,12 @@ class Scheduler(ABC):
         )
 
     def _idle_row(self, seq: Sequence) -> ScheduledSequence:
+        blocks = self.allocator.table(seq.id)
+        known = self._idle_rows.get(seq.id)
+        if known is not None and known.blocks is blocks:  # nothing else of a held one changes
+            return known
         last = seq.num_computed - 1
-        return ScheduledSequence(  # by position: see `next_step`
+        row = self._idle_rows[seq.id] = ScheduledSequence(  # by position: see `next_step`
             seq.id,
             0,  # row
             seq.seat,
@@ -503,10 +509,11 @@ class Scheduler(ABC):
             seq.token_ids(last, last + 1),
             seq.output,
             len(seq.output),
-            self.allocator.table(seq.id),
+            blocks,
             False,  # samples
             True,  # idle
         )
+        return row
 
     def _stall_message(self, step: Step) -> str:
         allocator = self.allocator
@@ -558,8 +565,7 @@ class Scheduler(ABC):
         allocator.rename(seq.id, heir.id)
         if heir.id in self._waiting.ids:
             self._waiting.remove(heir)
-        del self._held[seq.id]
-        self._running.remove(seq)
+        self._let_go(seq)
         self._running.append(heir)
         heir.seat, seq.seat = seq.seat, -1
         heir.status, seq.status = Status.RUNNING, Status.FINISHED
@@ -693,12 +699,16 @@ class Scheduler(ABC):
         seq.num_preemptions += 1
 
     def _leave(self, seq: Sequence) -> None:
-        self._running.remove(seq)
-        self._held.pop(seq.id, None)
-        self._released.discard(seq.id)
+        self._let_go(seq)
         self._give_up_seat(seq)
         self.allocator.free(seq.id)
         seq.status = Status.FINISHED
+
+    def _let_go(self, seq: Sequence) -> None:
+        self._running.remove(seq)
+        self._held.pop(seq.id, None)
+        self._idle_rows.pop(seq.id, None)
+        self._released.discard(seq.id)
 
     def _give_up_seat(self, seq: Sequence) -> None:
         self._seats.append(seq.seat)
