@@ -111,6 +111,16 @@ def test_every_source_of_requests(options, tmp_path, capsys) -> None:
     assert cell["max_model_len"] == (16 + 2 * 16 if options[0] == "--sessions" else 16)
 
 
+def test_what_counts(tmp_path) -> None:
+    window = ("--warm-up-s", "0.2", "--until-s", "0.5", "--json", str(tmp_path / "out.json"))
+    load = ("--rates", "100", "--arrivals", "evenly", "--n", "100", "--fixed", "60", "--seeds", "0")
+    assert simulate("latency", *load, *window, "--policies", "chunked") == 0
+    (run,) = written(tmp_path / "out.json")["cells"][0]["runs"]
+    # Of a request every 10 ms, those from 0.2 s on count, and none comes after 0.5 s and the step that ran then.
+    assert 30 <= run["requests"] + run["figures"]["unfinished"] <= 33
+    assert run["figures"]["unfinished"] > 0 and run["figures"]["window_s"] == pytest.approx(0.3, abs=0.05)
+
+
 def test_recorded_requests(tmp_path, capsys) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_text(
@@ -119,7 +129,12 @@ def test_recorded_requests(tmp_path, capsys) -> None:
     options = ("latency", "--requests", str(trace), "--speed", "2", *TWO)
     assert simulate(*options) == 0
     assert "trace.csv" in capsys.readouterr().out
-    trace.write_text(trace.read_text().replace("6,3", "6,-3"))
+    trace.write_text(trace.read_text().replace("6,3", "6,6000"))
+    assert simulate(*options) == 1
+    assert "--max-model-len 4096 leaves such requests out" in capsys.readouterr().err
+    assert simulate(*options, "--max-model-len", "4096") == 0
+    assert "1 that are too long are left out" in capsys.readouterr().out
+    trace.write_text(trace.read_text().replace("6,6000", "6,-3"))
     assert simulate(*options) == 1
     assert "line 3" in capsys.readouterr().err
 
@@ -176,6 +191,7 @@ def test_traces_of_each_run(tmp_path) -> None:
         (("--policies", "paged", "--allocator", "contiguous"), "reserve all at admission, unlike paged"),
         (("--policies", "paged", "--scheduler", "paged"), "the policy paged is named twice"),
         (("--scheduler", "orca,reserve=none"), "OrcaScheduler cannot be made with reserve='none'"),
+        (("--prompt", "4090"), "cap 16: a request has up to 4,106 tokens, and the model takes 4,096"),
         (("--json", "no/such/folder.json"), "no/such/folder.json cannot be written"),
         (("--plot", "no/such/plot.png"), "there is no folder no/such"),
     ],
@@ -231,6 +247,7 @@ def test_contiguous_memory(capsys) -> None:
     assert capsys.readouterr().out.count("\norca-pow2 ") == 2
 
 
+@pytest.mark.slow  # the first plot of a process takes seconds
 def test_plots(tmp_path, capsys) -> None:
     pytest.importorskip("matplotlib")
     for experiment, options in (("variance", SMALL), ("latency", RATES)):

@@ -138,14 +138,16 @@ def _target(args: argparse.Namespace) -> tuple[MakeTarget, dict[str, Any]]:
     with loading(args.model) as path:
         from ..hf.environment import limit_threads
         from ..hf.loading import load_weights
+        from ..hf.runner import model_len
 
         limit_threads()
         model = load_weights(path, device=args.device, dtype=args.dtype)
+        length = model_len(model.config)
     dtype = str(model.dtype).removeprefix("torch.")
     print(f"MEASURED: {args.model} in {dtype} on {model.device}")
     return partial(ModelTarget, model=model, block_size=args.block_size), {
         "versions": versions(),
-        "model": {"name": args.model, "dtype": dtype, "device": str(model.device)},
+        "model": {"name": args.model, "dtype": dtype, "device": str(model.device), "max_model_len": length},
     }
 
 
@@ -188,7 +190,7 @@ def _play(
         What was measured, and the exit code.
     """
     for cell in cells:
-        _check_budget(cell, policies, args)
+        _check_fit(cell, policies, args, head["model"]["max_model_len"])
     results = Results(
         args.json,
         {"command": f"{args.command} {args.experiment}", "settings": settings(args, policies), **head},
@@ -204,7 +206,7 @@ def _play(
 
     def show(cell: Cell) -> None:
         shown.append(cell)
-        facts = ", ".join(f"{name} {value:,g}" for name, value in cell.facts.items())
+        facts = ", ".join(f"{name} {value:,}" for name, value in cell.facts.items())
         print(f"\n{cell.workload.name}\n{facts}\n{table(results.found[cell.label])}", flush=True)
 
     try:
@@ -260,9 +262,14 @@ def _trace_folder(args: argparse.Namespace, cell: Cell) -> str | None:
     return folder
 
 
-def _check_budget(cell: Cell, policies: Sequence[Policy], args: argparse.Namespace) -> None:
-    """Find out about sequences that do not fit before the first run, not before the last."""
+def _check_fit(cell: Cell, policies: Sequence[Policy], args: argparse.Namespace, limit: int) -> None:
+    """Find out about sequences that fit neither the model nor the memory before the first run, not before the last."""
     budget, length = cell.facts["kv_tokens"], cell.facts["max_model_len"]
+    if length > limit:
+        raise NotDone(
+            f"{cell.label}: a request has up to {length:,} tokens, and the model takes {limit:,}"
+            + (f"; --max-model-len {limit} leaves such requests out" if cell.label == "requests" else "")
+        )
     if budget < args.block_size:
         raise NotDone(f"{cell.label}: a KV budget of {budget} tokens is not one block of {args.block_size}")
     for seed in args.seeds:
