@@ -181,7 +181,7 @@ def plan(
     A sequence holds KV of all its tokens but the last, which is never an input. All sequences of a load have the same
     lengths; a real load with the same means fits fewer, by as much as its lengths vary. KV memory is cut into blocks
     that may lie anywhere; a reservation in one piece loses memory between the pieces too. As in `OrcaScheduler`, a
-    power of two may exceed the model's length, and no reservation exceeds the memory.
+    power of two stays within the model's length, and no reservation exceeds the memory.
 
     Where attention looks back over a window only, KV is counted as if it looked at everything, since the blocks are
     kept. Of a mixture of experts all weights are read in every step; a small batch may read fewer.
@@ -269,7 +269,7 @@ def _holdings(
     used = prompt + (output - 1) / 2
     slots = {
         "model_len": max(longest, prompt + declared - 1),
-        "pow2": prompt + (1 << (declared - 1).bit_length()) - 1,
+        "pow2": max(prompt + declared - 1, min(longest, prompt + (1 << (declared - 1).bit_length()) - 1)),
         "max_tokens": prompt + declared - 1,
     }
     before, after = _blocks_up_to(prompt - 1, block_size), _blocks_up_to(prompt + output - 1, block_size)
