@@ -35,7 +35,7 @@ from .faults import NotDone, loading, one_line, say, with_place
 from .inspect import versions
 from .options import DONE, INTERRUPTED
 
-__all__ = ["add_bench", "add_simulate", "shape_of"]
+__all__ = ["add_bench", "add_simulate", "shape_of", "target_of"]
 
 SATURATION = (
     "kept up: requests that end in the second half of the arrivals, as a share of those that arrive in it;\n"
@@ -75,7 +75,7 @@ def _variance(args: argparse.Namespace) -> int:
     policies = chosen_policies(args)
     workloads = {cap: variance_workload(args, cap) for cap in args.caps}
     check_outputs(args)
-    make, head = _target(args)
+    make, head = target_of(args)
     cells = []
     for cap, workload in workloads.items():
         length = args.prompt[1] + longest_declared(args, cap)
@@ -95,7 +95,7 @@ def _latency(args: argparse.Namespace) -> int:
     policies = chosen_policies(args)
     workloads, length = latency_workloads(args)
     check_outputs(args)
-    make, head = _target(args)
+    make, head = target_of(args)
     budget = kv_tokens(args, length)
     target = make(kv_tokens=budget, max_model_len=length, prefix_caching=args.prefix_caching)
     cells = []
@@ -131,7 +131,7 @@ def shape_of(args: argparse.Namespace) -> ModelShape:
     return model_shape(args.model, dtype=args.dtype)
 
 
-def _target(args: argparse.Namespace) -> tuple[MakeTarget, dict[str, Any]]:
+def target_of(args: argparse.Namespace) -> tuple[MakeTarget, dict[str, Any]]:
     """What makes targets, and what the JSON file says of it. Prints what it is."""
     if args.is_simulated:
         return _simulated(args)

@@ -13,7 +13,16 @@ from .options import DTYPES, said, whole_number
 from .specs import SCHEDULERS, parse_policy
 from .specs import Policy as Spec
 
-__all__ = ["OUTPUTS", "add_common", "add_latency", "add_variance"]
+__all__ = [
+    "OUTPUTS",
+    "above_zero",
+    "add_common",
+    "add_latency",
+    "add_variance",
+    "seed_number",
+    "several",
+    "token_range",
+]
 
 OUTPUTS = ("json", "plot", "trace_folder")
 """Options that say where results go."""
@@ -23,7 +32,7 @@ def add_variance(parser: argparse.ArgumentParser) -> None:
     """What only the throughput experiment has."""
     parser.add_argument(
         "--caps",
-        type=_list(whole_number),
+        type=several(whole_number),
         default=[8, 32, 96, 384],
         metavar="N,...",
         help="longest outputs to try; default: 8,32,96,384",
@@ -34,7 +43,7 @@ def add_variance(parser: argparse.ArgumentParser) -> None:
 def add_latency(parser: argparse.ArgumentParser) -> None:
     """What only the latency experiment has. Most have no default here, so that it shows what was said in vain."""
     source = parser.add_argument_group("where requests come from")
-    source.add_argument("--rates", type=_list(_above_zero), metavar="R,...", help="of arrivals, per second")
+    source.add_argument("--rates", type=several(above_zero), metavar="R,...", help="of arrivals, per second")
     source.add_argument(
         "--arrivals",
         choices=("poisson", "evenly", "burst"),
@@ -48,7 +57,7 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
     other.add_argument(
         "--sessions", type=whole_number, metavar="N", help="conversations, each prompt after all that was said before"
     )
-    source.add_argument("--speed", type=_above_zero, metavar="X", help="recorded time runs X times as fast; default: 1")
+    source.add_argument("--speed", type=above_zero, metavar="X", help="recorded time runs X times as fast; default: 1")
     source.add_argument("--limit", type=whole_number, metavar="N", help="only the first N recorded requests")
     source.add_argument(
         "--max-model-len", type=whole_number, metavar="N", help="leave out recorded requests that are longer"
@@ -70,11 +79,9 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
     window.add_argument(
         "--warm-up-s", type=_seconds, default=0.0, metavar="S", help="requests that arrive before do not; default: 0"
     )
-    window.add_argument("--until-s", type=_above_zero, metavar="S", help="stop after S seconds; default: when all end")
-    window.add_argument("--goal-ttft-s", type=_above_zero, metavar="S", help="for the goodput: most until a token")
-    window.add_argument(
-        "--goal-tpot-s", type=_above_zero, metavar="S", help="for the goodput: most seconds between two"
-    )
+    window.add_argument("--until-s", type=above_zero, metavar="S", help="stop after S seconds; default: when all end")
+    window.add_argument("--goal-ttft-s", type=above_zero, metavar="S", help="for the goodput: most until a token")
+    window.add_argument("--goal-tpot-s", type=above_zero, metavar="S", help="for the goodput: most seconds between two")
 
 
 def add_common(parser: argparse.ArgumentParser, *, simulated: bool) -> None:
@@ -97,7 +104,7 @@ def add_common(parser: argparse.ArgumentParser, *, simulated: bool) -> None:
     group = parser.add_argument_group("policies and memory")
     group.add_argument(
         "--policies",
-        type=_list(said(_policy)),
+        type=several(said(_policy)),
         metavar="NAME,...",
         help=f"some of {', '.join(POLICIES)}; default: all, or none if --scheduler is given",
     )
@@ -128,7 +135,7 @@ def add_common(parser: argparse.ArgumentParser, *, simulated: bool) -> None:
 
     group = parser.add_argument_group("runs and results")
     group.add_argument(
-        "--seeds", type=_list(_seed), default=[0, 1, 2], metavar="N,...", help="a run for each; default: 0,1,2"
+        "--seeds", type=several(seed_number), default=[0, 1, 2], metavar="N,...", help="a run for each; default: 0,1,2"
     )
     group.add_argument("--json", metavar="FILE", help="gets all figures, anew after each run")
     group.add_argument("--plot", metavar="FILE", help="gets a picture, of the kind that its ending says")
@@ -139,14 +146,14 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n", type=whole_number, metavar="N", help="requests of a run; default: 128")
     parser.add_argument(
         "--prompt",
-        type=said(_range),
+        type=said(token_range),
         metavar="N|LO:HI",
         help="tokens of a prompt, between two numbers equally likely; default: 128",
     )
     lengths = parser.add_mutually_exclusive_group()
     lengths.add_argument(
         "--mean",
-        type=_above_zero,
+        type=above_zero,
         metavar="N",
         help="outputs are exponential with this mean, by rejection up to the cap; default: 32",
     )
@@ -166,7 +173,9 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
 # --- types of options ------------------------------------------------------------------------------------------------
 
 
-def _list(one: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+def several(one: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """A type for argparse: values with commas between them, each of the type `one`, all different."""
+
     def convert(text: str) -> list[Any]:
         values = [one(part.strip()) for part in text.split(",")]
         if len(set(values)) < len(values):
@@ -192,7 +201,8 @@ def _spec(text: str) -> tuple[str, Spec]:
     return text, parse_policy(text)
 
 
-def _range(text: str) -> tuple[int, int]:
+def token_range(text: str) -> tuple[int, int]:
+    """``N`` or ``LO:HI``."""
     low, _, high = text.partition(":")
     if not (low.isdecimal() and (high or low).isdecimal() and 1 <= int(low) <= int(high or low)):
         raise ValueError(f"must be N or LO:HI with 1 <= LO <= HI, got {text!r}")
@@ -219,7 +229,8 @@ def _number(text: str, what: str, is_right: Callable[[float], bool]) -> float:
     return value
 
 
-def _seed(text: str) -> int:
+def seed_number(text: str) -> int:
+    """A type for argparse: a whole number from 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"a seed is a whole number of at least 0, got {text!r}")
     return int(text)
@@ -235,7 +246,8 @@ def _seconds(text: str) -> float:
     return _number(text, "a finite number of seconds, at least 0", lambda value: 0 <= value < math.inf)
 
 
-def _above_zero(text: str) -> float:
+def above_zero(text: str) -> float:
+    """A type for argparse: a finite number above 0."""
     return _number(text, "a finite number above 0", lambda value: 0 < value < math.inf)
 
 
