@@ -206,7 +206,7 @@ def _play(
 
     def show(cell: Cell) -> None:
         shown.append(cell)
-        facts = ", ".join(f"{name} {value:,}" for name, value in cell.facts.items())
+        facts = ", ".join(f"{name} {value:,}".removesuffix(".0") for name, value in cell.facts.items())
         print(f"\n{cell.workload.name}\n{facts}\n{table(results.found[cell.label])}", flush=True)
 
     try:
