@@ -24,6 +24,7 @@ from ..engine import Engine
 from .bench import add_bench, add_simulate
 from .calibrate import add_calibrate
 from .dry_run import preview_engine
+from .explain import add_explain
 from .faults import NotDone, say
 from .inspect import doctor, env
 from .job import generate
@@ -34,7 +35,7 @@ from .specs import SCHEDULERS
 
 __all__ = ["SCHEDULERS", "main", "make_engine"]
 
-_MORE: tuple[AddCommand, ...] = (add_show, add_replay, add_bench, add_simulate, add_plan, add_calibrate)
+_MORE: tuple[AddCommand, ...] = (add_show, add_replay, add_bench, add_simulate, add_plan, add_calibrate, add_explain)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -37,6 +37,7 @@ __all__ = [
     "Rung",
     "RungScheduler",
     "climb",
+    "num_designs",
 ]
 
 Join = Literal["batch", "step"]
@@ -352,6 +353,25 @@ def _json(factor: Factor | None) -> dict[str, float | None] | None:
     return {"mean": factor.mean, "low": factor.low, "high": factor.high, "loads": factor.num}
 
 
+def _ways(
+    orders: Mapping[str, Sequence[str]], *, with_seats: bool
+) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[Design, ...]]]:
+    """The changes of each order, and the designs from the first to the last."""
+    changes = {order: tuple(name for name in names if name != "seats" or with_seats) for order, names in orders.items()}
+    designs: dict[str, tuple[Design, ...]] = {}
+    for order, names in changes.items():
+        way = [replace(NAIVE, few_seats=with_seats)]
+        for name in names:
+            way.append(replace(way[-1], **CHANGES[name][1]))
+        designs[order] = tuple(way)
+    return changes, designs
+
+
+def num_designs(orders: Mapping[str, Sequence[str]] = ORDERS, *, with_seats: bool) -> int:
+    """As many designs `climb` runs with each load; `with_seats` if the batch is set by hand."""
+    return len({design for way in _ways(orders, with_seats=with_seats)[1].values() for design in way})
+
+
 def climb(
     workload: Workload,
     *,
@@ -387,17 +407,7 @@ def climb(
     for name, tokens in (("step_tokens", step_tokens), ("chunk_tokens", chunk_tokens)):
         if tokens < max_num_seqs:
             raise ValueError(f"{name} must be at least max_num_seqs ({max_num_seqs}), got {tokens}")
-    first = replace(NAIVE, few_seats=static_batch is not None)
-    changes = {
-        order: tuple(name for name in names if name != "seats" or static_batch is not None)
-        for order, names in orders.items()
-    }
-    designs: dict[str, tuple[Design, ...]] = {}
-    for order, names in changes.items():
-        way = [first]
-        for name in names:
-            way.append(replace(way[-1], **CHANGES[name][1]))
-        designs[order] = tuple(way)
+    changes, designs = _ways(orders, with_seats=static_batch is not None)
     different = dict.fromkeys(design for way in designs.values() for design in way)
     comparison = compare(
         [

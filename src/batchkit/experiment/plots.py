@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from .compare import Comparison
+from .ladder import Ladder
 from .tables import LATENCIES
 
-__all__ = ["NoPlots", "check_plot", "latency_plot", "throughput_plot"]
+__all__ = ["NoPlots", "check_plot", "ladder_plot", "latency_plot", "throughput_plot"]
 
 _MARKERS = "osD^vP*X<>"
 _DASHES = ("-", "--", ":", "-.")  # so that of lines that coincide both are seen
@@ -65,6 +66,32 @@ def latency_plot(
         _lines(first, found, "requests per second offered")
         for axes in others:
             axes.set_visible(False)
+    _save(figure, path)
+
+
+def ladder_plot(path: str | os.PathLike[str], found: Mapping[str, Ladder]) -> None:
+    """Tokens per second after each change, with its factor: a row of panels for each case, a column for each order.
+
+    Args:
+        path: of the picture; its ending says the format.
+        found: at least one ladder, by what tells its case; all with the same orders.
+
+    Raises:
+        NoPlots: matplotlib is missing.
+    """
+    figure, panels = _figure(columns=max(len(ladder.designs) for ladder in found.values()), rows=len(found))
+    figure.set_size_inches(1.8 * figure.get_figwidth(), figure.get_figheight())  # the changes' names need room
+    for row, (case, ladder) in zip(panels, found.items(), strict=True):
+        for axes, order in zip(row, ladder.designs, strict=True):
+            rungs = [rung for rung in ladder.rungs(order) if rung.figures is not None]
+            bars = axes.barh(
+                [rung.title for rung in rungs], [rung.figures["tokens_per_s"] for rung in rungs if rung.figures]
+            )
+            factors = ["" if rung.factor is None else f"x {rung.factor.mean:.2f}" for rung in rungs]
+            axes.bar_label(bars, labels=factors, padding=3, fontsize="small")
+            axes.invert_yaxis()
+            axes.margins(x=0.12)
+            axes.set(xlabel="prompt + generated tokens per second", title=f"{case}, order {order}")
     _save(figure, path)
 
 
