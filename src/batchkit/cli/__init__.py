@@ -1,4 +1,4 @@
-"""The command line: ``batchkit generate``, ``batchkit env`` and ``batchkit doctor``.
+"""The command line: jobs (``batchkit generate``), experiments, traces, and what is here (``env``, ``doctor``).
 
 Records and reports go to the output, everything else to stderr. One file in a folder of small ones for each thing:
 
@@ -7,7 +7,9 @@ Records and reports go to the output, everything else to stderr. One file in a f
 * `lines`, `rows`, `records`: bytes in, a row of them, a record out; `keys`: what a row is known by;
 * `resume`: what an earlier run has left to do;
 * `job`, `dry_run`: a file on its way through an engine, and what would become of it; `fit`: prompts that are too long;
-* `progress`: how far it is; `inspect`: the other two commands; `faults`: what ends a command with one line.
+* `progress`: how far it is; `inspect`: ``env`` and ``doctor``; `faults`: what ends a command with one line;
+* `bench` with `bench_options`, `bench_loads` and `bench_report`: ``bench`` and ``simulate``; `explain`, `plan`,
+  `calibrate`: the commands of these names; `show`: that, and ``replay``.
 
 `make_engine` is the one place where an engine is built; tests put another function there.
 """
