@@ -138,9 +138,9 @@ def observations(trace: Trace) -> list[Observation]:
 def fit(steps: Sequence[Observation]) -> MeasuredCost:
     """The cost model that is nearest to the steps, by least squares.
 
-    A step's square is divided by the seconds that are expected of it: the sum over all steps then comes out right, which
-    squares of relative errors would put too low. No constant is below 0, and the curve nowhere falls: few steps tell
-    its points apart from contexts and pairs.
+    A step's square is divided by the seconds that are expected of it: the sum over all steps then comes out right,
+    which squares of relative errors would put too low. No constant is below 0, and the curve nowhere falls: few steps
+    tell its points apart from contexts and pairs.
 
     Raises:
         ValueError: there are too few steps, or all have equally many tokens.
