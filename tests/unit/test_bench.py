@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from batchkit import ChunkedPrefillScheduler, cli
 from batchkit.cli import bench
-from batchkit.costs import ModelShape
+from batchkit.costs import MeasuredCost, ModelShape
+from batchkit.experiment.calibrate import Calibration, FitError
 
 TOY = ModelShape(
     name="toy",
@@ -73,6 +74,23 @@ def test_variance_in_a_table_and_in_json(tmp_path, capsys) -> None:
         assert cell["missing"] == [] and len(cell["runs"]) == 10 * 2
         assert {run["requests"] for run in cell["runs"]} == {12}
     assert "versions" not in found and found["settings"]["seeds"] == [0, 1]
+
+
+def test_a_calibration_takes_the_place_of_a_preset(tmp_path, capsys) -> None:
+    error = FitError(num_steps=9, measured_s=2.0, predicted_s=1.9, mean_step_error=0.1)
+    cost = MeasuredCost(tokens=(1, 101), seconds=(0.5, 1.5))
+    path = tmp_path / "cost.json"
+    Calibration(cost=cost, fitted=error, held_out=error, about={"model": "m"}).save(path)
+    command = ["simulate", "variance", "toy", "--calibration", str(path), *SMALL, "--policies", "chunked"]
+    assert cli.main([*command, "--json", str(tmp_path / "out.json")]) == 0
+    assert "fitted to steps of model m" in (out := capsys.readouterr().out) and "-5.0% off in all" in out
+    for run in (run for cell in written(tmp_path / "out.json")["cells"] for run in cell["runs"]):
+        figures = run["figures"]
+        tokens = 12 * 8 + run["generated_tokens"] - 12  # the last token of each is not computed
+        assert figures["preemptions"] == 0
+        assert figures["window_s"] == pytest.approx(figures["steps"] * 0.49 + tokens / 100)
+    assert cli.main(["simulate", "variance", "toy", "--calibration", str(tmp_path / "out.json"), *SMALL]) == 1
+    assert "is no calibration of version 1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("experiment", "options"), [("variance", SMALL), ("latency", RATES)])

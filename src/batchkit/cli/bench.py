@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from ..costs import DEVICES, ModelShape, RooflineCost
+from ..experiment.calibrate import Calibration
 from ..experiment.compare import Comparison, Goal, Run, compare
 from ..experiment.plots import latency_plot, throughput_plot
 from ..experiment.policies import Policy
@@ -156,6 +157,18 @@ def _simulated(args: argparse.Namespace) -> tuple[MakeTarget, dict[str, Any]]:
         shape = shape_of(args)
     except Exception as error:  # the libraries below raise whatever they like over a configuration
         raise NotDone(f"cannot read the model's configuration: {one_line(error)}") from None
+    make = partial(SimulatedTarget, block_size=args.block_size, vocab_size=shape.vocab_size)
+    if args.calibration is not None:
+        try:
+            known = Calibration.load(args.calibration)
+        except ValueError as error:
+            raise NotDone(str(error)) from None
+        about = ", ".join(f"{name} {value}" for name, value in known.about.items())
+        print(
+            f"SIMULATED: {shape.name} by a cost model fitted to steps of {about}; on steps that the fit had not "
+            f"seen it was {known.held_out.total_error:+.1%} off in all"
+        )
+        return partial(make, cost=known.cost), {"model": asdict(shape), "cost": asdict(known.cost)}
     device = DEVICES[args.device]
     cost = RooflineCost.of(
         shape, device, block_size=args.block_size, overhead_s=args.overhead_s, efficiency=args.efficiency
@@ -170,8 +183,7 @@ def _simulated(args: argparse.Namespace) -> tuple[MakeTarget, dict[str, Any]]:
         f"  + {1e3 * shape.kv_bytes_per_token / cost.bandwidth:.4g} ms per token of context "
         f"({shape.kv_bytes_per_token:,} KV bytes), and the arithmetic of attention"
     )
-    make = partial(SimulatedTarget, cost=cost, block_size=args.block_size, vocab_size=shape.vocab_size)
-    return make, {"model": asdict(shape), "cost": asdict(cost)}
+    return partial(make, cost=cost), {"model": asdict(shape), "cost": asdict(cost)}
 
 
 def _play(

@@ -14,6 +14,7 @@ from .specs import SCHEDULERS, parse_policy
 from .specs import Policy as Spec
 
 __all__ = [
+    "CALIBRATION",
     "OUTPUTS",
     "above_zero",
     "add_common",
@@ -23,6 +24,8 @@ __all__ = [
     "several",
     "token_range",
 ]
+
+CALIBRATION = "the device that `batchkit calibrate` measured, in place of a preset"
 
 OUTPUTS = ("json", "plot", "trace_folder")
 """Options that say where results go."""
@@ -88,9 +91,9 @@ def add_common(parser: argparse.ArgumentParser, *, simulated: bool) -> None:
     """What both experiments have, on a simulated device or on a real one."""
     parser.add_argument("model", metavar="MODEL", help=f"a folder{', a config.json' * simulated}, or a name on the hub")
     if simulated:
-        parser.add_argument(
-            "--device", type=said(_device), required=True, metavar="PRESET", help=f"one of {', '.join(DEVICES)}"
-        )
+        where = parser.add_mutually_exclusive_group(required=True)
+        where.add_argument("--device", type=said(_device), metavar="PRESET", help=f"one of {', '.join(DEVICES)}")
+        where.add_argument("--calibration", metavar="FILE", help=CALIBRATION)
         parser.add_argument(
             "--overhead-s", type=_seconds, default=0.002, metavar="S", help="what a step costs beyond; default: 0.002"
         )

@@ -22,7 +22,7 @@ from ..experiment.trace_files import read_requests
 from ..workload import WorkloadRecord
 from .bench import target_of
 from .bench_loads import kv_tokens, longest_declared, variance_workload
-from .bench_options import above_zero, seed_number, several, token_range
+from .bench_options import CALIBRATION, above_zero, seed_number, several, token_range
 from .bench_report import Bar, check_outputs, settings
 from .faults import NotDone, one_line, say, with_place
 from .options import DONE, DTYPES, INTERRUPTED, said, whole_number
@@ -43,7 +43,9 @@ def add_explain(commands: argparse._SubParsersAction[Any]) -> None:
         "otherwise.",
     )
     parser.add_argument("model", metavar="MODEL", help="a folder, with a preset also a config.json, or a name")
-    parser.add_argument(
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--calibration", metavar="FILE", help=CALIBRATION)
+    where.add_argument(
         "--device",
         type=said(_device),
         help=f"{', '.join(DEVICES)}: simulated; such as cpu or cuda:0: measured; default: measured on the accelerator, "
@@ -137,7 +139,7 @@ def _declared(text: str) -> int | str:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    args.is_simulated = args.device in DEVICES
+    args.is_simulated = args.device in DEVICES or args.calibration is not None
     if args.cap is None:
         args.cap = 384 if args.fixed is None else args.fixed
     cases = list(_cases(args))
