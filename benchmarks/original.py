@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
-
-from batchkit.hf.shape import model_shape
 
 from batchkit import (
     ChunkedPrefillScheduler,
@@ -33,6 +32,7 @@ from batchkit.experiment.compare import FIGURES, Comparison, compare
 from batchkit.experiment.loads import Requests, Workload, all_at_once, fixed, open_loop, original, poisson, uniform
 from batchkit.experiment.policies import Policy, System
 from batchkit.experiment.targets import SimulatedTarget
+from batchkit.hf.shape import model_shape
 
 CAPS = {32: 16, 128: 12, 512: 8, 1536: 4}
 """Cap of the output length -> the batch size that the authors gave the static systems."""
@@ -124,7 +124,7 @@ def throughput(target: SimulatedTarget) -> dict[str, Any]:
             # The static systems were given whole batches.
             count = -(-1000 // batch) * batch if policy.scheduler is StaticScheduler else 1000
             found = compare([policy], load(cap, count), target=target)
-            one = {name: found.figure(policy.name, name).mean for name in FIGURES}
+            one = means(found, policy.name)
             result[f"{cap} {policy.name}"] = one
             factor = one["tokens_per_s"] / result[f"{cap} naive static"]["tokens_per_s"]
             print(
@@ -133,6 +133,12 @@ def throughput(target: SimulatedTarget) -> dict[str, Any]:
                 f"{KNOWN[policy.name] if cap == 1536 else ''}"
             )
     return result
+
+
+def means(found: Comparison, policy: str) -> dict[str, float]:
+    """Every figure of a policy that there is: what comes all at once keeps up with no rate."""
+    figures = {name: found.figure(policy, name).mean for name in FIGURES}
+    return {name: figure for name, figure in figures.items() if math.isfinite(figure)}
 
 
 def load(cap: int, count: int) -> Workload:
@@ -163,7 +169,7 @@ def saturation(target: SimulatedTarget, count: int = 1000) -> dict[str, Any]:
         requests = Requests(prompts=uniform(128, 384), outputs=outputs)
         workload = open_loop(requests, num_requests=count, arrivals=poisson(rate))
         found: Comparison = compare([systems(1536)[-1]], workload, target=target)
-        one = result[str(rate)] = {name: found.figure("vLLM", name).mean for name in FIGURES}
+        one = result[str(rate)] = means(found, "vLLM")
         print(
             f"{rate:>6}{one['requests_per_s']:>10.2f}{one['tokens_per_s']:>8.0f}{one['e2e_p50']:>9.1f}"
             f"{one['e2e_p99']:>7.1f}{one['normalised_p50']:>15.3f}{one['normalised_p99']:>7.3f}"
