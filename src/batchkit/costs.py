@@ -249,8 +249,11 @@ class MeasuredCost(StepCost):
 
     def __call__(self, out: SchedulerOutput) -> float:
         """Of the rows of `out`."""
-        context_tokens, pairs = attended([(row.start, row.num_tokens) for row in out.rows])
-        return self.curve(out.num_tokens) + self.context_s * context_tokens + self.pair_s * pairs
+        return self.of(out.num_tokens, *attended([(row.start, row.num_tokens) for row in out.rows]))
+
+    def of(self, num_tokens: int, context_tokens: int, pairs: int) -> float:
+        """Of a step that computes so many tokens over such contexts; see `attended`."""
+        return self.curve(num_tokens) + self.context_s * context_tokens + self.pair_s * pairs
 
     def copying(self, copies: Sequence[BlockCopy]) -> float:
         """Nothing: copies are not calibrated."""

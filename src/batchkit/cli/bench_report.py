@@ -18,7 +18,7 @@ from ..experiment.targets import Target
 from .bench_options import OUTPUTS
 from .faults import NotDone, one_line
 
-__all__ = ["Bar", "Cell", "Results", "check_outputs", "settings"]
+__all__ = ["Bar", "Cell", "Results", "check_outputs", "settings", "write_json"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,24 +84,29 @@ class Results:
         )
 
     def write(self) -> None:
-        """Put the file in the place of the one before, so that there is a whole one at any time.
-
-        Raises:
-            NotDone: it cannot be written.
-        """
+        """Write the file, if there is to be one; see `write_json`."""
         if self._path is None:
             return
         cells = [
             {"cell": cell.label, **cell.facts, **self.found[cell.label].head(), "runs": self._runs[cell.label]}
             for cell in self._cells
         ]
-        fresh = f"{self._path}.part"
-        try:
-            with open(fresh, "w", encoding="utf-8", newline="\n") as file:
-                file.write(json.dumps({**self._head, "cells": cells}, ensure_ascii=False, allow_nan=False) + "\n")
-            os.replace(fresh, self._path)
-        except OSError as error:
-            raise NotDone(f"{self._path} cannot be written: {error.strerror}") from None
+        write_json(self._path, {**self._head, "cells": cells})
+
+
+def write_json(path: str, content: dict[str, Any]) -> None:
+    """Put a file in the place of the one before, so that there is a whole one at any time.
+
+    Raises:
+        NotDone: it cannot be written.
+    """
+    fresh = f"{path}.part"
+    try:
+        with open(fresh, "w", encoding="utf-8", newline="\n") as file:
+            file.write(json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
+        os.replace(fresh, path)
+    except OSError as error:
+        raise NotDone(f"{path} cannot be written: {error.strerror}") from None
 
 
 def settings(args: argparse.Namespace, policies: Sequence[Policy]) -> dict[str, Any]:

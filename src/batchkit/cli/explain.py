@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +21,7 @@ from ..workload import WorkloadRecord
 from .bench import target_of
 from .bench_loads import kv_tokens, longest_declared, variance_workload
 from .bench_options import CALIBRATION, above_zero, seed_number, several, token_range
-from .bench_report import Bar, check_outputs, settings
+from .bench_report import Bar, check_outputs, settings, write_json
 from .faults import NotDone, one_line, say, with_place
 from .options import DONE, DTYPES, INTERRUPTED, said, whole_number
 
@@ -265,19 +263,13 @@ def _climb(args: argparse.Namespace, label: str, workload: Workload, target: Tar
 
 
 def _write(path: str | None, head: dict[str, Any], facts: dict[str, dict[str, int]], found: dict[str, Ladder]) -> None:
-    """Put the file in the place of the one before, so that there is a whole one at any time."""
     if path is None:
         return
     ladders = [
         {"case": label, **case, **(found[label].to_json() if label in found else {"missing": "all"})}
         for label, case in facts.items()
     ]
-    try:
-        with open(f"{path}.part", "w", encoding="utf-8", newline="\n") as file:
-            file.write(json.dumps({**head, "ladders": ladders}, ensure_ascii=False, allow_nan=False) + "\n")
-        os.replace(f"{path}.part", path)
-    except OSError as error:
-        raise NotDone(f"{path} cannot be written: {error.strerror}") from None
+    write_json(path, {**head, "ladders": ladders})
 
 
 # --- what it says ----------------------------------------------------------------------------------------------------

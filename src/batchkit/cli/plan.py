@@ -16,7 +16,9 @@ from .options import DONE
 
 __all__ = ["add_plan"]
 
-_NAMES = dict(zip(RESERVATIONS, ("model length", "power of two", "as declared", "just in time"), strict=True))
+_NAMES: dict[str, str] = dict(
+    zip(RESERVATIONS, ("model length", "power of two", "as declared", "just in time"), strict=True)
+)
 
 
 def add_plan(commands: argparse._SubParsersAction[Any]) -> None:

@@ -224,9 +224,7 @@ def predict(cost: MeasuredCost, steps: Iterable[Observation]) -> FitError:
     given = list(steps)
     if not given:
         raise ValueError("an error needs at least one step")
-    guesses = [
-        cost.curve(step.num_tokens) + cost.context_s * step.context_tokens + cost.pair_s * step.pairs for step in given
-    ]
+    guesses = [cost.of(step.num_tokens, step.context_tokens, step.pairs) for step in given]
     return FitError(
         num_steps=len(given),
         measured_s=sum(step.seconds for step in given),

@@ -17,6 +17,7 @@ from typing_extensions import Unpack, override
 from ..allocators import BlockAllocator
 from ..metrics import interval_95
 from ..scheduler import Scheduler, SchedulerOptions, Step
+from ..schedulers.orca import reserved_slots
 from ..sequence import Sequence as Seq
 from ..sequence import Status
 from ..types import Refusal
@@ -99,13 +100,9 @@ class RungScheduler(Scheduler):
 
     def reservation(self, seq: Seq) -> int:
         """KV slots that `seq` takes when it is admitted."""
-        if self.reserve == "model_len":
-            assert self.max_model_len is not None
-            return max(seq.max_kv, self.max_model_len)
-        if self.reserve == "pow2":
-            slots = seq.num_prompt + (1 << (max(seq.request.max_tokens, 1) - 1).bit_length()) - 1
-            return max(seq.max_kv, slots if self.max_model_len is None else min(slots, self.max_model_len))
-        return seq.max_kv if self.reserve == "max_tokens" else seq.num_tokens
+        if self.reserve == "now":
+            return seq.num_tokens
+        return reserved_slots(self.reserve, seq.num_prompt, seq.request.max_tokens, self.max_model_len)
 
     @override
     def may_leave(self, seq: Seq) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from ..costs import Device, ModelShape, RooflineCost
-from ..schedulers.orca import Reserve
+from ..schedulers.orca import Reserve, reserved_slots
 
 __all__ = ["MEMORY_FRACTION", "RESERVATIONS", "Holding", "Load", "Plan", "Rates", "Speed", "kv_budget", "plan"]
 
@@ -20,7 +20,7 @@ half precision it leaves 15,006 KV tokens, 937 blocks of 16, where vLLM found 98
 1.0, with nothing for anything else, 17,447.
 """
 
-RESERVATIONS = ("model_len", "pow2", "max_tokens", "now")
+RESERVATIONS: tuple[Reserve | Literal["now"], ...] = ("model_len", "pow2", "max_tokens", "now")
 """From the greatest to the least: the three of `OrcaScheduler`, and blocks that are taken just in time."""
 
 assert set(RESERVATIONS) == {*get_args(Reserve), "now"}
@@ -267,11 +267,6 @@ def _holdings(
 ) -> tuple[Holding, ...]:
     """Of a sequence that has `prompt` slots after its first step and one more after each of the others."""
     used = prompt + (output - 1) / 2
-    slots = {
-        "model_len": max(longest, prompt + declared - 1),
-        "pow2": max(prompt + declared - 1, min(longest, prompt + (1 << (declared - 1).bit_length()) - 1)),
-        "max_tokens": prompt + declared - 1,
-    }
     before, after = _blocks_up_to(prompt - 1, block_size), _blocks_up_to(prompt + output - 1, block_size)
     found = []
     for reservation in RESERVATIONS:
@@ -279,7 +274,7 @@ def _holdings(
         if reservation == "now":
             held = after - before
         else:
-            held = output * min(num_blocks, -(-slots[reservation] // block_size))
+            held = output * min(num_blocks, -(-reserved_slots(reservation, prompt, declared, longest) // block_size))
         blocks = held / output
         wasted = blocks * block_size - used
         found.append(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from typing_extensions import override
 
@@ -38,13 +39,23 @@ class Stage:
     recorder: StepRecorder
 
 
-class Target(Protocol):
+class Target(ABC):
     """A device, simulated or real, with a KV budget. `open` gives a `Stage`, and closes its engine afterwards."""
 
+    kv_tokens: int
+    block_size: int
+    prefix_caching: bool
+
     @property
+    @abstractmethod
     def is_simulated(self) -> bool:
         """Whether its seconds are those of a cost model."""
 
+    @abstractmethod
+    def make_runner(self, policy: Policy, num_blocks: int) -> tuple[ModelRunner, Clock]:
+        """What computes for a policy, with so many KV blocks, and the clock of its seconds."""
+
+    @contextmanager
     def open(
         self,
         policy: Policy,
@@ -52,8 +63,41 @@ class Target(Protocol):
         *,
         on_step: Callable[[StepReport], None] | None = None,
         trace: str | os.PathLike[str] | None = None,
-    ) -> AbstractContextManager[Stage]:
-        """An engine of its own for a policy that is to play a load; `on_step` and `trace` as in `Engine`."""
+    ) -> Iterator[Stage]:
+        """An engine of its own for a policy that is to play a load; `on_step` and `trace` as in `Engine`.
+
+        Raises:
+            ValueError: the budget is not one block, or the load's longest sequence does not fit.
+        """
+        tokens = self.kv_tokens if policy.kv_tokens is None else policy.kv_tokens
+        if tokens < self.block_size:
+            raise ValueError(f"{policy.name}: a KV budget of {tokens} tokens is not one block of {self.block_size}")
+        runner, clock = self.make_runner(policy, tokens // self.block_size)
+        geometry = runner.geometry
+        try:
+            host = PagedAllocator(geometry.host_blocks, geometry.block_size) if geometry.host_blocks else None
+            scheduler = policy.make(
+                num_blocks=geometry.num_blocks,
+                block_size=geometry.block_size,
+                max_model_len=geometry.max_model_len,
+                longest_sequence=longest_sequence(load),
+                longest_output=longest_output(load),
+                preemption=Swap(host) if host else None,
+                **({"prefix_caching": True} if self.prefix_caching else {}),
+            )
+            recorder = StepRecorder(scheduler, clock)
+
+            def hook(report: StepReport) -> None:
+                recorder(report)
+                if on_step is not None:
+                    on_step(report)
+
+            engine = Engine(TrueLengths(runner), scheduler, clock=clock, on_step=hook, trace=trace)
+        except BaseException:
+            runner.close()
+            raise
+        with engine:
+            yield Stage(engine, recorder)
 
 
 def longest_output(load: Load) -> int:
@@ -95,19 +139,11 @@ class SimulatedTarget(Target):
     def is_simulated(self) -> bool:
         return True
 
-    @contextmanager
     @override
-    def open(
-        self,
-        policy: Policy,
-        load: Load,
-        *,
-        on_step: Callable[[StepReport], None] | None = None,
-        trace: str | os.PathLike[str] | None = None,
-    ) -> Iterator[Stage]:
+    def make_runner(self, policy: Policy, num_blocks: int) -> tuple[ModelRunner, Clock]:
         clock = VirtualClock()
         geometry = KVGeometry(
-            num_blocks=_num_blocks(policy, self.kv_tokens, self.block_size),
+            num_blocks=num_blocks,
             block_size=self.block_size,
             host_blocks=self.host_tokens // self.block_size,
             max_model_len=self.max_model_len,
@@ -123,9 +159,7 @@ class SimulatedTarget(Target):
                 batch_overhead_s=policy.system.batch_overhead_s,
                 padded=policy.system.padded,
             )
-        runner = SimulatedRunner(geometry, clock=clock, cost=cost, check_kv=self.check_kv)
-        with _stage(runner, policy, load, clock, self.prefix_caching, on_step, trace) as stage:
-            yield stage
+        return SimulatedRunner(geometry, clock=clock, cost=cost, check_kv=self.check_kv), clock
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -150,19 +184,10 @@ class ModelTarget(Target):
     def is_simulated(self) -> bool:
         return False
 
-    @contextmanager
     @override
-    def open(
-        self,
-        policy: Policy,
-        load: Load,
-        *,
-        on_step: Callable[[StepReport], None] | None = None,
-        trace: str | os.PathLike[str] | None = None,
-    ) -> Iterator[Stage]:
+    def make_runner(self, policy: Policy, num_blocks: int) -> tuple[ModelRunner, Clock]:
         from ..hf.runner import TransformersRunner
 
-        num_blocks = _num_blocks(policy, self.kv_tokens, self.block_size)
         # The first steps of a process compile, allocate and fill caches; they are nobody's cost. In an engine of their
         # own, since the trace and the figures are to begin with the load.
         with Engine.from_model(self.model, scheduler=StaticScheduler, num_kv_blocks=4, block_size=16) as warm:
@@ -174,49 +199,4 @@ class ModelTarget(Target):
             max_model_len=self.max_model_len,
             swap_memory=self.swap_memory,
         )
-        with _stage(runner, policy, load, MonotonicClock(), self.prefix_caching, on_step, trace) as stage:
-            yield stage
-
-
-def _num_blocks(policy: Policy, kv_tokens: int, block_size: int) -> int:
-    tokens = kv_tokens if policy.kv_tokens is None else policy.kv_tokens
-    if tokens < block_size:
-        raise ValueError(f"{policy.name}: a KV budget of {tokens} tokens is not one block of {block_size}")
-    return tokens // block_size
-
-
-@contextmanager
-def _stage(
-    runner: ModelRunner,
-    policy: Policy,
-    load: Load,
-    clock: Clock,
-    prefix_caching: bool,
-    on_step: Callable[[StepReport], None] | None,
-    trace: str | os.PathLike[str] | None,
-) -> Iterator[Stage]:
-    geometry = runner.geometry
-    try:
-        host = PagedAllocator(geometry.host_blocks, geometry.block_size) if geometry.host_blocks else None
-        scheduler = policy.make(
-            num_blocks=geometry.num_blocks,
-            block_size=geometry.block_size,
-            max_model_len=geometry.max_model_len,
-            longest_sequence=longest_sequence(load),
-            longest_output=longest_output(load),
-            preemption=Swap(host) if host else None,
-            **({"prefix_caching": True} if prefix_caching else {}),
-        )
-        recorder = StepRecorder(scheduler, clock)
-
-        def hook(report: StepReport) -> None:
-            recorder(report)
-            if on_step is not None:
-                on_step(report)
-
-        engine = Engine(TrueLengths(runner), scheduler, clock=clock, on_step=hook, trace=trace)
-    except BaseException:
-        runner.close()
-        raise
-    with engine:
-        yield Stage(engine, recorder)
+        return runner, MonotonicClock()

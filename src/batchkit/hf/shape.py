@@ -11,7 +11,6 @@ import torch
 from transformers import AutoConfig, PreTrainedModel
 
 from ..costs import ModelShape
-from ..errors import UnsupportedModel
 from .attention import probe_layers
 from .backends.base import LayerSpec
 from .kv_pool import block_bytes
@@ -101,9 +100,7 @@ def _layers(model: PreTrainedModel) -> list[LayerSpec]:
     """The attention layers by the probe; none where it needs weights, or refuses the model."""
     try:
         return probe_layers(model)
-    except UnsupportedModel:
-        return []
-    except Exception:  # some models look at values on their way, and there are none
+    except Exception:  # UnsupportedModel; or what models raise that look at values on their way, and there are none
         return []
 
 

@@ -10,9 +10,30 @@ from ..allocators import BlockAllocator
 from ..scheduler import Scheduler, SchedulerOptions, Step
 from ..sequence import Sequence
 
-__all__ = ["OrcaScheduler", "Reserve"]
+__all__ = ["OrcaScheduler", "Reserve", "reserved_slots"]
 
 Reserve = Literal["max_tokens", "pow2", "model_len"]
+
+
+def reserved_slots(reserve: Reserve, num_prompt: int, max_tokens: int, max_model_len: int | None) -> int:
+    """KV slots that a reservation takes; never less than the request may need.
+
+    Args:
+        reserve: see `OrcaScheduler`.
+        num_prompt: tokens of the prompt.
+        max_tokens: declared for the output.
+        max_model_len: of the model; needed for "model_len".
+    """
+    declared = max(max_tokens, 1)
+    needed = num_prompt + declared - 1
+    if reserve == "max_tokens":
+        return needed
+    if reserve == "model_len":
+        assert max_model_len is not None
+        return max(needed, max_model_len)
+    slots = num_prompt + (1 << (declared - 1).bit_length()) - 1
+    # Slots beyond the model's length could never be used.
+    return max(needed, slots if max_model_len is None else min(slots, max_model_len))
 
 
 class OrcaScheduler(Scheduler):
@@ -46,14 +67,7 @@ class OrcaScheduler(Scheduler):
 
     def reservation(self, seq: Sequence) -> int:
         """KV slots that `seq` reserves when it joins; never less than it may need."""
-        if self.reserve == "model_len":
-            assert self.max_model_len is not None
-            return max(seq.max_kv, self.max_model_len)
-        if self.reserve == "pow2":
-            slots = seq.num_prompt + (1 << (max(seq.request.max_tokens, 1) - 1).bit_length()) - 1
-            # Slots beyond the model's length could never be used.
-            return max(seq.max_kv, slots if self.max_model_len is None else min(slots, self.max_model_len))
-        return seq.max_kv
+        return reserved_slots(self.reserve, seq.num_prompt, seq.request.max_tokens, self.max_model_len)
 
     @override
     def schedule(self, step: Step) -> None:
