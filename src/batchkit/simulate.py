@@ -99,7 +99,7 @@ class SimulatedRunner(ModelRunner):
 
     @override
     def execute(self, out: SchedulerOutput) -> SamplerOutput:
-        rows = tuple([self._row(row) for row in out.rows])
+        rows = tuple([_NOTHING if row.idle and not self._check_kv else self._row(row) for row in out.rows])
         # Those of the step itself are the newest. To forget them would cost the next step their whole histories.
         while self._num_hashes > self._max_hashes and len(self._prefixes) > len(rows):
             self._num_hashes -= len(self._prefixes.popitem(last=False)[1])
@@ -205,11 +205,13 @@ class TrueLengths(ModelRunner):
 
     Args:
         runner: computes.
-        output_tokens: how many tokens a request gives in all; None leaves it alone. Default: what
-            `WorkloadRecord` puts into the request's metadata.
+        output_tokens: how many tokens a request gives in all, or each of its samples; None leaves it alone. Default:
+            what `WorkloadRecord` puts into the request's metadata.
     """
 
-    def __init__(self, runner: ModelRunner, output_tokens: Callable[[Request], int | None] | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, output_tokens: Callable[[Request], int | Sequence[int] | None] | None = None
+    ) -> None:
         self._runner = runner
         self._output_tokens = output_tokens or (lambda request: request.metadata.get("output_tokens"))
 
@@ -233,6 +235,8 @@ class TrueLengths(ModelRunner):
         length = self._output_tokens(row.request)
         if length is None:
             return result
+        if not isinstance(length, int):
+            length = length[row.sample_index]
         stops = row.request.stop_token_ids
         if row.num_output + 1 >= length and length < row.request.max_tokens:
             if not stops:

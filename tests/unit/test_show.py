@@ -94,16 +94,6 @@ def test_a_row_of_nobody(trace: Path, capsys) -> None:
     assert "line 3: request 'Z' was never added" in capsys.readouterr().err
 
 
-def test_the_same_decisions_once_more(trace: Path, capsys) -> None:
-    assert cli.main(["replay", str(trace)]) == 0
-    assert "the same decisions in all" in capsys.readouterr().out
-
-
-def test_another_policy(trace: Path, capsys) -> None:
-    assert cli.main(["replay", str(trace), "--scheduler", "chunked"]) == 0
-    assert "least-squares" in capsys.readouterr().out
-
-
 def test_a_decision_that_was_changed_is_found(trace: Path, capsys) -> None:
     lines = trace.read_text().splitlines(keepends=True)
     lines[3] = lines[3].replace('"tokens":1', '"tokens":2', 1)

@@ -15,7 +15,7 @@ from ..show import Replayed, View, chrome_trace, drawing, page, view
 from ..show import replay as play_again
 from ..show.model import cut, figure_rows
 from ..trace import Trace, read_trace
-from .faults import NotDone, one_line, say
+from .faults import NotDone, one_line, say, with_place
 from .options import DONE
 from .specs import SCHEDULERS, Policy, parse_policy, try_policy
 
@@ -138,6 +138,8 @@ def _replay(args: argparse.Namespace) -> int:
             )
     except (OSError, ValueError) as error:
         raise NotDone(one_line(error)) from None
+    except Exception as error:  # the policy may be the user's
+        raise NotDone(with_place(error)) from None
     _report(result, policy.policy.__name__, is_another)
     return DONE
 

@@ -3,14 +3,15 @@
 Requests come back as the trace has them: arrival, prompt length, ``max_tokens``, priority, ``n``, and how many tokens
 they really gave. The same policy gets each request and each abort before the step in which it was there, at the time of
 that step; another one at the time of the trace. Not in a trace are the tokens, deadlines, length hints, metadata and
-the arguments of the policy's class: a policy that reads them may decide otherwise.
+the arguments of the policy's class: a policy that reads them may decide otherwise. Of a request that was aborted, or
+that a trace without an end leaves running, it is not known which of several samples had ended.
 """
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +105,7 @@ def replay(
     recorded = view(trace, name)
     if not recorded.steps:
         raise ValueError(f"{name} has no steps to replay")
-    lengths = _check(trace, recorded)
+    lengths = _lengths(trace, recorded)
     cost = fit_line(recorded) if is_another else None
     _Run(trace, recorded, lengths, policy, arguments, output, cost).play()
     replayed_trace = read_trace(output)
@@ -113,8 +114,8 @@ def replay(
     return Replayed(recorded=recorded, replayed=replayed, difference=difference, cost=cost)
 
 
-def _check(trace: Trace, recorded: View) -> dict[int, int]:
-    """The tokens that each sample of a lane gave, by the lane's number; refuses what the trace says too little of."""
+def _lengths(trace: Trace, recorded: View) -> list[list[int]]:
+    """How many tokens each sample of each lane gave in all; refuses what the trace says too little of."""
     for number, line in enumerate(trace.steps, 2):
         where = f"{recorded.name}, line {number}"
         if line["error"]:
@@ -123,7 +124,8 @@ def _check(trace: Trace, recorded: View) -> dict[int, int]:
             raise ValueError(
                 f"{where}: a sequence was swapped to host memory, whose size is not in the trace: it cannot be replayed"
             )
-    lengths = {}
+    held = {(lane, sample) for rows, _ in _decisions(trace) for lane, sample, _, _, idle in rows if idle}
+    lengths = []
     for number, lane in enumerate(recorded.lanes):
         ended = lane.ended
         if ended is not None and ended.timings.cached_tokens:
@@ -131,14 +133,14 @@ def _check(trace: Trace, recorded: View) -> dict[int, int]:
                 f"{recorded.name}: request {lane.request_id!r} found {ended.timings.cached_tokens} tokens in "
                 f"the prefix cache; prompts are not in a trace, so that it cannot be replayed"
             )
-        sampled = set(lane.sampled.values())
-        if len(sampled) > 1:
-            raise ValueError(
-                f"{recorded.name}: the samples of request {lane.request_id!r} gave different numbers of tokens, "
-                f"{sorted(lane.sampled.values())}: it cannot be replayed"
-            )
-        if ended is not None and ended.finish_reason in ("stop", "length") and sampled:
-            lengths[number] = sampled.pop()
+        is_done = ended is not None and ended.finish_reason in ("stop", "length")
+        lengths.append(
+            [
+                # Of one that did not come to its end, all that is known is that it would have gone on.
+                lane.sampled.get(sample, 0) if is_done or (number, sample) in held else lane.added["max_tokens"]
+                for sample in range(lane.added["n"])
+            ]
+        )
     return lengths
 
 
@@ -149,7 +151,7 @@ class _Run:
         self,
         trace: Trace,
         recorded: View,
-        lengths: Mapping[int, int],
+        lengths: Sequence[list[int]],
         policy: type[Scheduler],
         arguments: Mapping[str, Any],
         output: str | os.PathLike[str],
@@ -197,6 +199,11 @@ class _Run:
                     assert times.finished is not None
                     # One that ended within this step's line was ended by its caller before the step.
                     yield (before if self._cost is None else times.finished), True, by_id[ended["request"]]
+        for last in requests:  # after the last step; who came after it as well has no lane
+            if last.finish_reason not in ("stop", "length") and last.request_id in by_id:
+                assert last.timings.finished is not None
+                when = len(trace.steps) if self._cost is None else last.timings.finished
+                yield when, True, by_id[last.request_id]
 
     def _took(self, out: SchedulerOutput) -> float:
         if self._cost is not None:
@@ -236,14 +243,13 @@ class _Run:
             self._engine.abort(name)
             return
         added = self._recorded.lanes[number].added
-        length = self._lengths.get(number)
-        ends_early = length is not None and length < added["max_tokens"]
+        lengths = self._lengths[number]
         params = SamplingParams(
             temperature=0,
             max_tokens=added["max_tokens"],
             n=added["n"],
             detokenize=False,
-            stop_token_ids=(0,) if ends_early else (),
+            stop_token_ids=(0,) if any(length < added["max_tokens"] for length in lengths) else (),
         )
         self._engine.add_request(
             # Prompts of their own: nothing is to be found in a cache.
@@ -252,7 +258,7 @@ class _Run:
             request_id=name,
             priority=added["priority"],
             arrival=added["arrival"],
-            metadata={"output_tokens": length if length is not None else added["max_tokens"]},
+            metadata={"output_tokens": lengths},
         )
 
 
