@@ -12,7 +12,9 @@ import math
 import pytest
 
 from batchkit import cli
+from batchkit.costs import MeasuredCost
 from batchkit.experiment import ladder
+from batchkit.experiment.calibrate import Calibration, FitError
 from tiny_models import tiny
 
 SMALL = ["--n", "8", "--prompt", "8", "--mean", "4", "--cap", "12", "--seeds", "0,1", "--kv-sequences", "3"]
@@ -59,6 +61,20 @@ def test_measured_with_a_batch_set_by_hand(folder, tmp_path, capsys) -> None:
     text = capsys.readouterr().out
     assert text.startswith("MEASURED: ")
     assert "whole gain: " in text
+
+
+def test_on_a_device_that_was_calibrated(folder, tmp_path, capsys) -> None:
+    error = FitError(num_steps=9, measured_s=2.0, predicted_s=2.0, mean_step_error=0.0)
+    cost = MeasuredCost(tokens=(1, 101), seconds=(0.5, 1.5))
+    Calibration(cost=cost, fitted=error, held_out=error, about={"model": "m"}).save(tmp_path / "cost.json")
+    path = tmp_path / "out.json"
+    calibrated = ["--calibration", str(tmp_path / "cost.json"), "--seeds", "0", "--json", str(path)]
+    assert cli.main(["explain", folder, *SMALL, *BUDGETS, *calibrated]) == 0
+    text = capsys.readouterr().out
+    assert "fitted to steps of model m" in text and "Whole gain: " in text
+    found = json.loads(path.read_text())
+    assert found["cost"]["tokens"] == [1, 101]
+    assert all(one["simulated"] and one["missing"] == [] for one in found["ladders"])
 
 
 def test_recorded_requests_all_at_once(folder, tmp_path, capsys) -> None:

@@ -27,6 +27,7 @@ from ..experiment.loads import (
 )
 from ..experiment.policies import POLICIES, Policy, one_per_class
 from ..experiment.trace_files import RequestFile, read_requests
+from .bench_options import LENGTHS
 from .faults import NotDone, one_line
 from .specs import try_policy
 
@@ -41,9 +42,7 @@ __all__ = [
 ]
 
 _DEFAULTS: dict[str, Any] = {
-    "n": 128,
-    "prompt": (128, 128),
-    "mean": 32.0,
+    **LENGTHS,
     "declared": "true",
     "cap": 256,
     "arrivals": "poisson",

@@ -15,10 +15,13 @@ from .specs import Policy as Spec
 
 __all__ = [
     "CALIBRATION",
+    "LENGTHS",
     "OUTPUTS",
     "above_zero",
     "add_common",
     "add_latency",
+    "add_lengths",
+    "add_memory",
     "add_variance",
     "seed_number",
     "several",
@@ -26,6 +29,9 @@ __all__ = [
 ]
 
 CALIBRATION = "the device that `batchkit calibrate` measured, in place of a preset"
+
+LENGTHS: dict[str, Any] = {"n": 128, "prompt": (128, 128), "mean": 32.0}
+"""What `add_lengths` has where nothing is said."""
 
 OUTPUTS = ("json", "plot", "trace_folder")
 """Options that say where results go."""
@@ -40,7 +46,7 @@ def add_variance(parser: argparse.ArgumentParser) -> None:
         metavar="N,...",
         help="longest outputs to try; default: 8,32,96,384",
     )
-    _add_lengths(parser)
+    _add_outputs(parser)
 
 
 def add_latency(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +80,7 @@ def add_latency(parser: argparse.ArgumentParser) -> None:
         "--shared-prefix", type=_tokens, metavar="N", help="tokens that all conversations begin with; default: 0"
     )
     parser.add_argument("--cap", type=whole_number, metavar="N", help="longest output; default: 256")
-    _add_lengths(parser)
+    _add_outputs(parser)
     parser.add_argument(
         "--prefix-caching", action="store_true", help="compute the beginning that prompts have in common once"
     )
@@ -119,16 +125,7 @@ def add_common(parser: argparse.ArgumentParser, *, simulated: bool) -> None:
         metavar="POLICY[,key=value...]",
         help=f"one more: {', '.join(SCHEDULERS)}, or module:Class for one of your own; may be given several times",
     )
-    size = group.add_mutually_exclusive_group()
-    size.add_argument("--kv-tokens", type=whole_number, metavar="N", help="KV budget in tokens")
-    size.add_argument(
-        "--kv-sequences",
-        type=whole_number,
-        default=8,
-        metavar="N",
-        help="KV budget in sequences of the greatest length; default: 8",
-    )
-    group.add_argument("--block-size", type=whole_number, default=16, metavar="N", help="tokens per block; default: 16")
+    add_memory(group)
     group.add_argument(
         "--allocator",
         choices=("paged", "contiguous"),
@@ -145,23 +142,8 @@ def add_common(parser: argparse.ArgumentParser, *, simulated: bool) -> None:
     group.add_argument("--trace-folder", metavar="FOLDER", help="gets a step trace of each run")
 
 
-def _add_lengths(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--n", type=whole_number, metavar="N", help="requests of a run; default: 128")
-    parser.add_argument(
-        "--prompt",
-        type=said(token_range),
-        metavar="N|LO:HI",
-        help="tokens of a prompt, between two numbers equally likely; default: 128",
-    )
-    lengths = parser.add_mutually_exclusive_group()
-    lengths.add_argument(
-        "--mean",
-        type=above_zero,
-        metavar="N",
-        help="outputs are exponential with this mean, by rejection up to the cap; default: 32",
-    )
-    lengths.add_argument("--fixed", type=whole_number, metavar="N", help="every output has N tokens")
-    lengths.add_argument(
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    add_lengths(parser).add_argument(
         "--original", action="store_true", help="outputs are those of the 2023 experiment (mean 128) for every seed"
     )
     parser.add_argument(
@@ -170,6 +152,42 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
         metavar="true|cap|N",
         help="what requests say as max_tokens: their true lengths, the cap, or N; default: true, of recorded ones what "
         "the file says",
+    )
+
+
+def add_lengths(parser: argparse._ActionsContainer) -> argparse._MutuallyExclusiveGroup:
+    """How many requests there are and how long; by default as in `LENGTHS`. Returns the ways to say outputs."""
+    parser.add_argument("--n", type=whole_number, metavar="N", help="requests of a run; default: 128")
+    parser.add_argument(
+        "--prompt",
+        type=said(token_range),
+        metavar="N|LO:HI",
+        help="tokens of a prompt, between two numbers equally likely; default: 128",
+    )
+    outputs = parser.add_mutually_exclusive_group()
+    outputs.add_argument(
+        "--mean",
+        type=above_zero,
+        metavar="N",
+        help="outputs are exponential with this mean, by rejection up to the cap; default: 32",
+    )
+    outputs.add_argument("--fixed", type=whole_number, metavar="N", help="every output has N tokens")
+    return outputs
+
+
+def add_memory(parser: argparse._ActionsContainer) -> None:
+    """How much KV memory there is."""
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--kv-tokens", type=whole_number, metavar="N", help="KV budget in tokens")
+    size.add_argument(
+        "--kv-sequences",
+        type=whole_number,
+        default=8,
+        metavar="N",
+        help="KV budget in sequences of the greatest length; default: 8",
+    )
+    parser.add_argument(
+        "--block-size", type=whole_number, default=16, metavar="N", help="tokens per block; default: 16"
     )
 
 

@@ -20,7 +20,7 @@ from ..experiment.trace_files import read_requests
 from ..workload import WorkloadRecord
 from .bench import target_of
 from .bench_loads import kv_tokens, longest_declared, variance_workload
-from .bench_options import CALIBRATION, above_zero, seed_number, several, token_range
+from .bench_options import CALIBRATION, LENGTHS, add_lengths, add_memory, seed_number, several
 from .bench_report import Bar, check_outputs, settings, write_json
 from .faults import NotDone, one_line, say, with_place
 from .options import DONE, DTYPES, INTERRUPTED, said, whole_number
@@ -52,24 +52,7 @@ def add_explain(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and KV; default: the model's own")
 
     load = parser.add_argument_group("workload, all of it at the start")
-    load.add_argument("--n", type=whole_number, default=128, metavar="N", help="requests of a run; default: 128")
-    load.add_argument(
-        "--prompt",
-        type=said(token_range),
-        default=(128, 128),
-        metavar="N|LO:HI",
-        help="tokens of a prompt, between two numbers equally likely; default: 128",
-    )
-    outputs = load.add_mutually_exclusive_group()
-    outputs.add_argument(
-        "--mean",
-        type=above_zero,
-        default=32.0,
-        metavar="N",
-        help="outputs are exponential with this mean, by rejection up to the cap; default: 32",
-    )
-    outputs.add_argument("--fixed", type=whole_number, metavar="N", help="every output has N tokens")
-    outputs.add_argument(
+    add_lengths(load).add_argument(
         "--requests", metavar="FILE", help="recorded ones, without their arrivals: Azure's, BurstGPT's or JSON lines"
     )
     load.add_argument("--cap", type=whole_number, metavar="N", help="longest output; default: 384, or that of --fixed")
@@ -82,16 +65,7 @@ def add_explain(commands: argparse._SubParsersAction[Any]) -> None:
     )
 
     memory = parser.add_argument_group("memory and budgets")
-    size = memory.add_mutually_exclusive_group()
-    size.add_argument("--kv-tokens", type=whole_number, metavar="N", help="KV budget in tokens")
-    size.add_argument(
-        "--kv-sequences",
-        type=whole_number,
-        default=8,
-        metavar="K",
-        help="KV budget in sequences of the greatest length; default: 8",
-    )
-    memory.add_argument("--block-size", type=whole_number, default=16, metavar="N", help="default: 16")
+    add_memory(memory)
     memory.add_argument(
         "--max-model-len",
         type=whole_number,
@@ -116,7 +90,7 @@ def add_explain(commands: argparse._SubParsersAction[Any]) -> None:
     results.add_argument("--json", metavar="FILE", help="gets all figures")
     results.add_argument("--plot", metavar="FILE", help="gets a picture, of the kind that its ending says")
     # The target is made as for `simulate`, which has these as options.
-    parser.set_defaults(run=_explain, trace_folder=None, original=False, overhead_s=0.002, efficiency=0.6)
+    parser.set_defaults(run=_explain, trace_folder=None, original=False, overhead_s=0.002, efficiency=0.6, **LENGTHS)
 
 
 def _device(text: str) -> str:
