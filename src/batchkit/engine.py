@@ -194,6 +194,7 @@ class Engine:
         self._num_steps = self._prompt_tokens = self._generated_tokens = self._computed_tokens = 0
         self._num_preemptions = self._recomputed_tokens = self._peak_used_blocks = 0
         self._finished: Counter[FinishReason] = Counter()
+        self._num_finished = 0  # their sum
         self._trace = TraceWriter(trace, self.stats(), self._clock()) if trace is not None else None
         for part in self._parts:  # last, so that an engine that could not be made leaves them free
             part.__dict__[_IN_USE] = True
@@ -481,8 +482,14 @@ class Engine:
     def _step(self) -> None:
         if self._in_hook:
             raise EngineBusy("step was called from inside on_step")
-        with self._turn():
+        self._take_lock()
+        try:  # `_turn`, without the cost of its generator
+            self._in_turn = True
+            self._owner = threading.get_ident()
             report = self._advance()
+        finally:
+            self._in_turn = False
+            self._give_lock_back()
         if report is not None and self._on_step is not None:
             self._in_hook = True
             try:
@@ -530,7 +537,8 @@ class Engine:
         self._num_preemptions += len(out.preempted)
         allocator = scheduler.allocator
         used = allocator.num_blocks - allocator.num_free_blocks
-        self._peak_used_blocks = max(self._peak_used_blocks, used)
+        if used > self._peak_used_blocks:
+            self._peak_used_blocks = used
         is_watched = self._on_step is not None or self._trace is not None
         kv_tokens = self._kv_tokens(out, used) if is_watched else 0
         if not out.rows and not out.copies:
@@ -574,9 +582,11 @@ class Engine:
     def _kv_tokens(self, out: SchedulerOutput, used: int) -> int:
         """See `StepReport.kv_tokens`, before the rows are computed; `used` blocks are held."""
         allocator = self._scheduler.allocator
-        running = list(self._scheduler.running)
-        count = sum([seq.num_computed for seq in running])
-        count += sum([row.num_tokens for row in out.rows if not row.idle])
+        running = self._scheduler.running
+        count = sum([row.start + row.num_tokens for row in out.rows])
+        if len(running) > len(out.rows):  # some have no row in this step
+            in_step = {row.seq_id for row in out.rows}
+            count += sum([seq.num_computed for seq in running if seq.id not in in_step])
         if allocator.shares_blocks:  # blocks of several tables are full, and were counted with each
             count -= (sum([len(allocator.table(seq.id)) for seq in running]) - used) * allocator.block_size
         return count
@@ -637,7 +647,7 @@ class Engine:
         groups = [out.rows]
         while groups:
             rows = groups.pop()
-            part = replace(out, rows=rows, copies=(), num_tokens=sum(row.num_tokens for row in rows))
+            part = out._replace(rows=rows, copies=(), num_tokens=sum(row.num_tokens for row in rows))
             try:
                 good += zip(rows, self._run_rows(part).rows, strict=True)
             except (KVLost, InvariantError):
@@ -673,7 +683,7 @@ class Engine:
     def _commit(self, now: float, results: list[tuple[ScheduledSequence, RowResult]]) -> tuple[int, int]:
         """Take the results in. Returns the number of tokens kept and of requests ended."""
         scheduler = self._scheduler
-        before = sum(self._finished.values())
+        before = self._num_finished
         self._apply_aborts()
         news: dict[str, LiveRequest] = {}
         changed: list[tuple[LiveRequest, LiveSample]] = []
@@ -717,7 +727,7 @@ class Engine:
             delivered = self._clock()
             for live in news.values():
                 self._deliver(live, live.output(delivered))
-        return num_new_tokens, sum(self._finished.values()) - before
+        return num_new_tokens, self._num_finished - before
 
     def _take(
         self, live: LiveRequest, sample: LiveSample, row: ScheduledSequence, result: RowResult
@@ -828,6 +838,7 @@ class Engine:
             self._trace.ended(output, [sample.seq.id for sample in live.samples])
         assert output.finish_reason is not None
         self._finished["error" if output.error else output.finish_reason] += 1
+        self._num_finished += 1
         self._recomputed_tokens += output.timings.recomputed_tokens
 
     def _deliver(self, live: LiveRequest, output: RequestOutput) -> None:
@@ -1093,6 +1104,16 @@ class Engine:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """Hold the engine for one change."""
+        self._take_lock()
+        try:
+            self._in_turn = True
+            self._owner = threading.get_ident()
+            yield
+        finally:
+            self._in_turn = False
+            self._give_lock_back()
+
+    def _take_lock(self) -> None:
         if self._closed:
             raise EngineClosed("this engine is closed")
         taken = self._turn_lock.acquire(blocking=False)
@@ -1100,15 +1121,11 @@ class Engine:
             if taken:
                 self._turn_lock.release()
             raise EngineBusy("a step is running; only abort may be called from another thread or from inside a step")
-        try:
-            self._in_turn = True
-            self._owner = threading.get_ident()
-            yield
-        finally:
-            self._in_turn = False
-            with suppress(RuntimeError):  # of the release beyond the last
-                while True:
-                    self._turn_lock.release()
+
+    def _give_lock_back(self) -> None:
+        with suppress(RuntimeError):  # of the release beyond the last
+            while True:
+                self._turn_lock.release()
 
 
 def _check_parts_agree(runner: ModelRunner, scheduler: Scheduler) -> None:

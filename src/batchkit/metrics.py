@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .scheduler import Scheduler
-from .types import Refusal, Request, RequestOutput, StepReport
+from .types import Refusal, Request, RequestOutput, ScheduledSequence, StepReport
 
 __all__ = ["Interval", "KVUse", "Latency", "StepFigures", "StepRecorder", "interval_95", "latency", "percentile"]
 
@@ -190,7 +190,8 @@ class StepRecorder:
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
         self._scheduler = scheduler
         self._clock = clock
-        self._pool = scheduler.allocator.num_blocks * scheduler.allocator.block_size
+        self._block_size = scheduler.allocator.block_size
+        self._pool = scheduler.allocator.num_blocks * self._block_size
         self._final: dict[int, int] = {}  # KV slots that a running sequence will fill, by Sequence.id
         self.clear()
 
@@ -209,15 +210,15 @@ class StepRecorder:
         self._busy_s += seconds
         if not out.rows:
             return
-        idle = sum([row.idle for row in out.rows])
+        working = [row for row in out.rows if not row.idle]
         self._num_steps += 1
         self._num_rows += len(out.rows)
-        self._num_idle += idle
+        self._num_idle += len(out.rows) - len(working)
         self._num_tokens += out.num_tokens
         self._peak = max(self._peak, len(out.rows))
-        block_size = self._scheduler.allocator.block_size
+        block_size = self._block_size
         held = report.num_used_blocks * block_size
-        reserved = self._reserved_slots(report)
+        reserved = self._reserved_slots(report, working)
         self._used += seconds * report.kv_tokens
         self._reserved += seconds * min(reserved, held - report.kv_tokens)
         self._held += seconds * held
@@ -225,30 +226,27 @@ class StepRecorder:
         if blocked is not None and blocked.why is Refusal.BLOCKS and blocked.blocks_needed <= blocked.blocks_free:
             self._external += seconds * blocked.blocks_free * block_size
 
-    def _reserved_slots(self, report: StepReport) -> int:
-        """Slots of those that run which will be filled later."""
-        block_size, final = self._scheduler.allocator.block_size, self._final
-        rows = report.output.rows
+    def _reserved_slots(self, report: StepReport, working: Iterable[ScheduledSequence]) -> int:
+        """Slots of those that run which will be filled later; `working` are the rows that are not idle."""
+        block_size, final = self._block_size, self._final
         slots = 0
-        for row in rows:
-            if row.idle:
-                continue
+        for row in working:
             last = final.get(row.seq_id)
             if last is None:
                 last = final[row.seq_id] = _final_slots(row.request)
             later = min(last, len(row.blocks) * block_size) - row.start - row.num_tokens
             if later > 0:
                 slots += later
-        running = self._scheduler.running
-        if len(running) + report.num_finished > len(rows):  # some had no row in this step
+        rows = report.output.rows
+        if report.num_running + report.num_finished > len(rows):  # some had no row in this step
             in_step = {row.seq_id for row in rows}
             table = self._scheduler.allocator.table
-            for seq in running:
+            for seq in self._scheduler.running:
                 if seq.id not in in_step:
                     last = min(_final_slots(seq.request), len(table(seq.id)) * block_size)
                     slots += max(0, last - seq.num_computed)
-        if len(final) > 2 * len(running) + 64:
-            alive = {seq.id for seq in running}
+        if len(final) > 2 * report.num_running + 64:
+            alive = {seq.id for seq in self._scheduler.running}
             self._final = {seq_id: last for seq_id, last in final.items() if seq_id in alive}
         return slots
 

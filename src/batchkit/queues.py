@@ -65,6 +65,11 @@ class SequenceQueue:
         node.before.after, node.after.before = node.after, node.before
         node.linked = False
 
+    @property
+    def first(self) -> Sequence | None:
+        """What `__iter__` gives first; None: the queue is empty."""
+        return self._end.after.seq
+
     def __len__(self) -> int:
         return len(self._nodes)
 
@@ -106,7 +111,7 @@ class QueueView:
         self._queue = queue
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._queue.ids)
 
     def __contains__(self, seq: Sequence) -> bool:
         return seq in self._queue

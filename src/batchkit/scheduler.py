@@ -250,7 +250,7 @@ class Step:
         if seq is None and self._refusals:
             seq = next((seq for seq, _, _ in self._refusals.values() if seq.status is Status.WAITING), None)
         if seq is None:
-            seq = next(iter(scheduler._waiting), None)
+            seq = scheduler._waiting.first
         if seq is None or seq.id not in scheduler._waiting.ids:
             return None
         _, why, slots = self._refusals.get(seq.id, (seq, None, 0))

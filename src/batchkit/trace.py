@@ -127,7 +127,7 @@ class TraceWriter:
                     for eviction in out.preempted
                 ],
                 "copies": [[copy.kind, copy.source, copy.target] for copy in out.copies],
-                "blocked": blocked and {**_renamed(asdict(blocked)), "why": blocked.why and blocked.why.value},
+                "blocked": blocked and {**_renamed(blocked._asdict()), "why": blocked.why and blocked.why.value},
                 "waiting": report.num_waiting,
                 "running": report.num_running,
                 "used_blocks": report.num_used_blocks,

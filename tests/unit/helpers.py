@@ -80,7 +80,7 @@ class Runner(SimulatedRunner):
 
     def compute(self, out: SchedulerOutput, num_rows: int | None = None) -> SamplerOutput:
         """What a sound runner does, with all rows or only the first ones."""
-        got = super().execute(replace(out, rows=out.rows[:num_rows]))
+        got = super().execute(out._replace(rows=out.rows[:num_rows]))
         rows = list(got.rows)
         for i, row in enumerate(out.rows[:num_rows]):
             of_request = self.script.get(row.request.id, ())

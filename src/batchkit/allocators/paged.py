@@ -66,7 +66,7 @@ class PagedAllocator(BlockAllocator):
     @property
     @override
     def num_free_blocks(self) -> int:
-        return len(self._free) + self.num_cached_blocks
+        return len(self._free) if self._index is None else len(self._free) + self._index.num_cached
 
     @property
     @override
