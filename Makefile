@@ -8,6 +8,8 @@ DEMO_OUT ?= .cache/demo/answers.jsonl
 TORCH := torch==2.13.0
 OLDEST := transformers==5.17.0
 PYTEST_ARGS ?=
+MEASURED ?= .cache/measured
+VARIANCE = $(BIN)/batchkit bench variance $(MODEL) --dtype float32 --kv-sequences 8 --n 48 --seeds 0
 # What a user leaves in the folder while trying things is not checked.
 PYTHON_CODE := src tests examples benchmarks tools
 
@@ -17,7 +19,7 @@ FAST_TESTS := tests/unit tests/contract tests/test_layers.py tests/test_exports.
 OLDEST_TESTS := tests/unit_hf tests/parity
 
 .DELETE_ON_ERROR:
-.PHONY: help demo env model test test-fast test-oldest check format bench experiment models-doc clean clean-all
+.PHONY: help demo env model test test-fast test-oldest check format bench experiment experiment-measured models-doc clean clean-all
 
 help:
 	@echo "make demo         set everything up, answer examples/prompts.jsonl with SmolLM2-135M, print the figures"
@@ -28,6 +30,7 @@ help:
 	@echo "make format       ruff, mending what it can"
 	@echo "make bench        the benchmarks: scheduling, long jobs, the trace, sampling, prefixes, start-up, throughput"
 	@echo "make experiment   the figures of docs/experiment.md: the 2023 experiment, simulated; minutes"
+	@echo "make experiment-measured  the same page's: the experiment on SmolLM2-135M, and how well it is predicted; an hour"
 	@echo "make models-doc   write docs/supported-models.md anew"
 	@echo "make clean        remove what tests and tools left; clean-all: the environments and the model too"
 	@echo "Variables: PYTHON=$(PYTHON) MODEL=$(MODEL) PYTEST_ARGS="
@@ -105,6 +108,15 @@ bench: env model
 
 experiment: env
 	$(BIN)/python benchmarks/original.py
+
+# On one thread, which leaves the other cores to whatever else runs. $(MEASURED) gets tables, pictures and traces.
+experiment-measured: export OMP_NUM_THREADS := 1
+experiment-measured: env model
+	@mkdir -p $(MEASURED)
+	$(VARIANCE) --caps 8,32,96,384 --json $(MEASURED)/true.json --plot $(MEASURED)/true.svg --trace-folder $(MEASURED)/true
+	$(VARIANCE) --caps 384 --declared cap --json $(MEASURED)/declared.json --policies static-batch,waiting-served,orca-pow2,orca-max_tokens,paged,chunked
+	$(VARIANCE) --caps 32 --fixed 32 --json $(MEASURED)/fixed.json --policies static-batch,orca-max_tokens,chunked
+	$(BIN)/python benchmarks/predict.py $(MEASURED)/true.json $(MEASURED)/true --json $(MEASURED)/predicted.json --calibration $(MEASURED)/cost.json
 
 models-doc: env
 	$(BIN)/python tools/supported_models.py

@@ -1,0 +1,118 @@
+"""How well a cost model that is fitted to step traces predicts what was measured: the wall time of each policy.
+
+Takes what ``batchkit bench variance --json MEASURED --trace-folder TRACES`` wrote, fits the cost of a step to the
+traces, and lets ``batchkit simulate variance --calibration`` repeat the experiment: once with a fit to all traces, and
+once for each policy with a fit that saw none of that policy's.
+
+    python benchmarks/predict.py MEASURED TRACES [--json FILE] [--calibration FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from batchkit import cli
+from batchkit.experiment.calibrate import Calibration, calibrate
+from batchkit.trace import Trace, read_trace
+
+Place = tuple[str, str, int]
+"""A run: the cell, the policy, the seed."""
+
+
+def wall_times(experiment: dict[str, Any]) -> dict[Place, float]:
+    """Seconds from the first request to the last token of each run."""
+    return {
+        (cell["cell"], run["policy"], run["seed"]): run["figures"]["window_s"]
+        for cell in experiment["cells"]
+        for run in cell["runs"]
+    }
+
+
+def options(settings: dict[str, Any], policies: Iterable[str]) -> list[str]:
+    """The same experiment, as options of ``batchkit simulate variance``."""
+    names = ["n", "mean", "fixed", "kv_tokens", "kv_sequences", "block_size", "declared", "dtype"]
+    if settings["fixed"] is not None:
+        names.remove("mean")
+    if settings["kv_tokens"] is not None:
+        names.remove("kv_sequences")
+    lists = {"caps": settings["caps"], "seeds": settings["seeds"], "policies": policies}
+    given = {
+        **{name: settings[name] for name in names if settings[name] is not None},
+        "prompt": ":".join(map(str, settings["prompt"])),
+        **{name: ",".join(map(str, values)) for name, values in lists.items()},
+    }
+    return [text for name, value in given.items() for text in ("--" + name.replace("_", "-"), str(value))]
+
+
+def simulated(settings: dict[str, Any], found: Calibration, policies: Iterable[str]) -> dict[Place, float]:
+    """The wall times by a cost model."""
+    with tempfile.TemporaryDirectory() as folder:
+        cost, result = Path(folder) / "cost.json", Path(folder) / "result.json"
+        found.save(cost)
+        command = ["simulate", "variance", settings["model"], "--calibration", str(cost), "--json", str(result)]
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            code = cli.main([*command, *options(settings, policies)])
+        if code:
+            sys.exit(f"{said.getvalue()}\nthe simulation ended with {code}")
+        return wall_times(json.loads(result.read_text(encoding="utf-8")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Predicted beside measured wall times.")
+    parser.add_argument("measured", type=Path, help="what bench variance wrote with --json")
+    parser.add_argument("traces", type=Path, help="its --trace-folder")
+    parser.add_argument("--json", type=Path, help="gets the figures")
+    parser.add_argument("--calibration", type=Path, help="gets the cost model that is fitted to all traces")
+    args = parser.parse_args()
+    experiment = json.loads(args.measured.read_text(encoding="utf-8"))
+    settings, measured = experiment["settings"], wall_times(experiment)
+    traces: dict[Place, Trace] = {
+        place: read_trace(args.traces / place[0].replace(" ", "-") / f"{place[1]}-{place[2]}.jsonl")
+        for place in measured
+    }
+    policies = list(dict.fromkeys(policy for _, policy, _ in measured))
+
+    everything = calibrate(traces.values(), about={"traces": len(traces)})
+    if args.calibration is not None:
+        everything.save(args.calibration)
+    fitted = simulated(settings, everything, policies)
+    unseen: dict[Place, float] = {}
+    for policy in policies:
+        others = [trace for (_, name, _), trace in traces.items() if name != policy]
+        its_own = [trace for (_, name, _), trace in traces.items() if name == policy]
+        found = calibrate(others, about={"without": policy}, held_out=its_own)
+        unseen |= simulated(settings, found, [policy])
+
+    print(f"{'':<28}{'measured':>10}{'fitted':>10}{'error':>8}{'unseen':>10}{'error':>8}")
+    rows: list[dict[str, Any]] = []
+    for place, seconds in measured.items():
+        cell, policy, seed = place
+        run = {"cell": cell, "policy": policy, "seed": seed}
+        rows.append({**run, "measured_s": seconds, "fitted_s": fitted[place], "unseen_s": unseen[place]})
+        errors = fitted[place] / seconds - 1, unseen[place] / seconds - 1
+        print(
+            f"{cell:<9}{policy:<17}{seed:>2}{seconds:>9.1f}s{fitted[place]:>9.1f}s{errors[0]:>+8.1%}"
+            f"{unseen[place]:>9.1f}s{errors[1]:>+8.1%}"
+        )
+    for name in ("fitted", "unseen"):
+        worst = max(rows, key=lambda row: abs(row[f"{name}_s"] / row["measured_s"] - 1))
+        mean = sum(abs(row[f"{name}_s"] / row["measured_s"] - 1) for row in rows) / len(rows)
+        print(
+            f"{name}: {mean:.1%} off in the mean, at most {worst[f'{name}_s'] / worst['measured_s'] - 1:+.1%} "
+            f"({worst['cell']}, {worst['policy']})"
+        )
+    if args.json is not None:
+        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
