@@ -107,7 +107,7 @@ bench: env model
 	$(BIN)/python benchmarks/throughput.py --model $(MODEL)
 
 experiment: env
-	$(BIN)/python benchmarks/original.py
+	$(BIN)/python benchmarks/original.py --plot docs/pictures/original.svg
 
 # On one thread, which leaves the other cores to whatever else runs. $(MEASURED) gets tables, pictures and traces.
 experiment-measured: export OMP_NUM_THREADS := 1
@@ -115,7 +115,8 @@ experiment-measured: env model
 	@mkdir -p $(MEASURED)
 	$(VARIANCE) --caps 8,32,96,384 --json $(MEASURED)/true.json --plot $(MEASURED)/true.svg --trace-folder $(MEASURED)/true
 	$(VARIANCE) --caps 384 --declared cap --json $(MEASURED)/declared.json --policies static-batch,waiting-served,orca-pow2,orca-max_tokens,paged,chunked
-	$(VARIANCE) --caps 32 --fixed 32 --json $(MEASURED)/fixed.json --policies static-batch,orca-max_tokens,chunked
+	$(VARIANCE) --caps 32 --fixed 32 --seeds 0,1,2 --json $(MEASURED)/fixed.json --policies static-batch,orca-max_tokens,chunked
+	$(VARIANCE) --caps 384 --seeds 1,2,3 --json $(MEASURED)/again.json --policies orca-max_tokens,chunked
 	$(BIN)/python benchmarks/predict.py $(MEASURED)/true.json $(MEASURED)/true --json $(MEASURED)/predicted.json --calibration $(MEASURED)/cost.json
 
 models-doc: env

@@ -9,7 +9,7 @@ second before each batch. Those costs are all that is fitted:
 * naive, 19 ms: to the 81 tokens per second at cap 1536; FasterTransformer, 3 ms: to 4 times that; text-generation-
   inference, 50 ms: to 8 times; vLLM of mid-2023, 24 ms: to 23 times.
 
-    python benchmarks/original.py [--json FILE --plots FOLDER]
+    python benchmarks/original.py [--json FILE] [--plot FILE]
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from batchkit import (
     WaitingServedScheduler,
 )
 from batchkit.costs import DEVICES
-from batchkit.experiment.compare import FIGURES, Comparison, compare
+from batchkit.experiment.compare import FIGURES, Comparison, Run, compare
 from batchkit.experiment.loads import Requests, Workload, all_at_once, fixed, open_loop, original, poisson, uniform
+from batchkit.experiment.plots import throughput_plot
 from batchkit.experiment.policies import Policy, System
 from batchkit.experiment.targets import SimulatedTarget
 from batchkit.hf.shape import model_shape
@@ -112,18 +113,20 @@ def chain(cap: int) -> list[Policy]:
     ]
 
 
-def throughput(target: SimulatedTarget) -> dict[str, Any]:
-    """The table of caps and systems, printed and returned."""
+def throughput(target: SimulatedTarget, plot: Path | None) -> dict[str, Any]:
+    """The table of caps and systems, printed and returned; and the picture of it."""
     print(
         f"\n{'cap':>5}  {'system':<20}{'prompt/s':>9}{'gen./s':>8}{'both/s':>8}{'factor':>8}"
         f"{'rows':>6}{'steps':>9}  known"
     )
     result: dict[str, Any] = {}
+    runs: dict[int, list[Run]] = {cap: [] for cap in CAPS}
     for cap, batch in CAPS.items():
         for policy in systems(cap):
             # The static systems were given whole batches.
             count = -(-1000 // batch) * batch if policy.scheduler is StaticScheduler else 1000
             found = compare([policy], load(cap, count), target=target)
+            runs[cap] += found.runs
             one = means(found, policy.name)
             result[f"{cap} {policy.name}"] = one
             factor = one["tokens_per_s"] / result[f"{cap} naive static"]["tokens_per_s"]
@@ -132,6 +135,11 @@ def throughput(target: SimulatedTarget) -> dict[str, Any]:
                 f"{one['tokens_per_s']:>8.0f}{factor:>7.1f}x{one['mean_rows']:>6.1f}{one['steps']:>9,.0f}  "
                 f"{KNOWN[policy.name] if cap == 1536 else ''}"
             )
+    if plot is not None:
+        cells = {
+            cap: Comparison(workload=f"cap {cap}", runs=tuple(some), is_simulated=True) for cap, some in runs.items()
+        }
+        throughput_plot(plot, cells, over="cap of the output lengths, tokens")
     return result
 
 
@@ -181,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The 2023 experiment, simulated.")
     parser.add_argument("--model", default="benchmarks/models/opt-13b", help="a folder with OPT-13B's config.json")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/original.json"))
+    parser.add_argument("--plot", type=Path, help="gets a picture of the throughput; needs matplotlib")
     args = parser.parse_args()
     model = model_shape(args.model, dtype="float16")
     cost = RooflineCost.of(model, DEVICES["a100-40"])
@@ -189,7 +198,11 @@ def main() -> None:
         f"SIMULATED: no model ran. {model.num_params / 1e9:.2f}e9 parameters, {model.kv_bytes_per_token:,} bytes of KV "
         f"per token; a100-40: {cost.bandwidth / 1e9:,.0f} GB/s, {cost.flops / 1e12:.0f} TFLOP/s at {cost.efficiency:g}"
     )
-    record = {"throughput": throughput(target), "attribution": attribution(target), "saturation": saturation(target)}
+    record = {
+        "throughput": throughput(target, args.plot),
+        "attribution": attribution(target),
+        "saturation": saturation(target),
+    }
     args.json.parent.mkdir(parents=True, exist_ok=True)
     args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -25,6 +25,7 @@ from batchkit.trace import Trace, read_trace
 
 Place = tuple[str, str, int]
 """A run: the cell, the policy, the seed."""
+SECONDS = ("measured_s", "fitted_s", "unseen_s")
 
 
 def wall_times(experiment: dict[str, Any]) -> dict[Place, float]:
@@ -34,6 +35,11 @@ def wall_times(experiment: dict[str, Any]) -> dict[Place, float]:
         for cell in experiment["cells"]
         for run in cell["runs"]
     }
+
+
+def error(row: dict[str, Any], name: str) -> float:
+    """How much too long a time is, as a share of the measured one."""
+    return float(row[name]) / float(row["measured_s"]) - 1
 
 
 def options(settings: dict[str, Any], policies: Iterable[str]) -> list[str]:
@@ -92,24 +98,25 @@ def main() -> None:
         found = calibrate(others, about={"without": policy}, held_out=its_own)
         unseen |= simulated(settings, found, [policy])
 
-    print(f"{'':<28}{'measured':>10}{'fitted':>10}{'error':>8}{'unseen':>10}{'error':>8}")
-    rows: list[dict[str, Any]] = []
-    for place, seconds in measured.items():
-        cell, policy, seed = place
-        run = {"cell": cell, "policy": policy, "seed": seed}
-        rows.append({**run, "measured_s": seconds, "fitted_s": fitted[place], "unseen_s": unseen[place]})
-        errors = fitted[place] / seconds - 1, unseen[place] / seconds - 1
-        print(
-            f"{cell:<9}{policy:<17}{seed:>2}{seconds:>9.1f}s{fitted[place]:>9.1f}s{errors[0]:>+8.1%}"
-            f"{unseen[place]:>9.1f}s{errors[1]:>+8.1%}"
-        )
-    for name in ("fitted", "unseen"):
-        worst = max(rows, key=lambda row: abs(row[f"{name}_s"] / row["measured_s"] - 1))
-        mean = sum(abs(row[f"{name}_s"] / row["measured_s"] - 1) for row in rows) / len(rows)
-        print(
-            f"{name}: {mean:.1%} off in the mean, at most {worst[f'{name}_s'] / worst['measured_s'] - 1:+.1%} "
-            f"({worst['cell']}, {worst['policy']})"
-        )
+    rows = [
+        {"cell": cell, "policy": policy, "seed": seed, "measured_s": seconds}
+        | {"fitted_s": fitted[cell, policy, seed], "unseen_s": unseen[cell, policy, seed]}
+        for (cell, policy, seed), seconds in measured.items()
+    ]
+    totals = [
+        {"cell": "all", "policy": policy, "seed": "all"}
+        | {name: sum(row[name] for row in rows if row["policy"] == policy) for name in SECONDS}
+        for policy in policies
+    ]
+    print(f"{'':<9}{'policy':<16}{'seed':>5}{'measured':>10}{'fitted':>10}{'error':>8}{'unseen':>10}{'error':>8}")
+    for row in rows + totals:
+        cells = "".join(f"{row[name]:>9.1f}s{error(row, name):>+8.1%}" for name in SECONDS[1:])
+        print(f"{row['cell']:<9}{row['policy']:<16}{row['seed']:>5}{row['measured_s']:>9.1f}s{cells}")
+    for kind, some in (("one run", rows), ("a policy's runs together", totals)):
+        for name in SECONDS[1:]:
+            errors = [error(row, name) for row in some]
+            mean = sum(map(abs, errors)) / len(errors)
+            print(f"{name.removesuffix('_s')}, {kind}: {mean:.1%} off in the mean, {max(errors, key=abs):+.1%} at most")
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 

@@ -83,7 +83,7 @@ def test_a_calibration_takes_the_place_of_a_preset(tmp_path, capsys) -> None:
     Calibration(cost=cost, fitted=error, held_out=error, about={"model": "m"}).save(path)
     command = ["simulate", "variance", "toy", "--calibration", str(path), *SMALL, "--policies", "chunked"]
     assert cli.main([*command, "--json", str(tmp_path / "out.json")]) == 0
-    assert "fitted to steps of model m" in (out := capsys.readouterr().out) and "-5.0% off in all" in out
+    assert "fitted to measured steps (model: m)" in (out := capsys.readouterr().out) and "-5.0% off in all" in out
     for run in (run for cell in written(tmp_path / "out.json")["cells"] for run in cell["runs"]):
         figures = run["figures"]
         tokens = 12 * 8 + run["generated_tokens"] - 12  # the last token of each is not computed

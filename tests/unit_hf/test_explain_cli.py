@@ -71,7 +71,7 @@ def test_on_a_device_that_was_calibrated(folder, tmp_path, capsys) -> None:
     calibrated = ["--calibration", str(tmp_path / "cost.json"), "--seeds", "0", "--json", str(path)]
     assert cli.main(["explain", folder, *SMALL, *BUDGETS, *calibrated]) == 0
     text = capsys.readouterr().out
-    assert "fitted to steps of model m" in text and "Whole gain: " in text
+    assert "fitted to measured steps (model: m)" in text and "Whole gain: " in text
     found = json.loads(path.read_text())
     assert found["cost"]["tokens"] == [1, 101]
     assert all(one["simulated"] and one["missing"] == [] for one in found["ladders"])

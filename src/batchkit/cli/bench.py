@@ -163,10 +163,10 @@ def _simulated(args: argparse.Namespace) -> tuple[MakeTarget, dict[str, Any]]:
             known = Calibration.load(args.calibration)
         except ValueError as error:
             raise NotDone(str(error)) from None
-        about = ", ".join(f"{name} {value}" for name, value in known.about.items())
+        about = ", ".join(f"{name}: {value}" for name, value in known.about.items())
         print(
-            f"SIMULATED: {shape.name} by a cost model fitted to steps of {about}; on steps that the fit had not "
-            f"seen it was {known.held_out.total_error:+.1%} off in all"
+            f"SIMULATED: {shape.name} by a cost model fitted to measured steps ({about}); on steps that the fit had "
+            f"not seen it was {known.held_out.total_error:+.1%} off in all"
         )
         return partial(make, cost=known.cost), {"model": asdict(shape), "cost": asdict(known.cost)}
     device = DEVICES[args.device]

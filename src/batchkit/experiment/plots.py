@@ -111,13 +111,10 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 def _figure(*, columns: int, rows: int) -> tuple[Any, Any]:
     try:
-        import matplotlib
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise NoPlots("a plot needs matplotlib: pip install 'batchkit[plots]'") from None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    matplotlib.rcParams["svg.hashsalt"] = "batchkit"  # the same figures, the same file
     figure = Figure(figsize=(5.5 * columns + 1, 4.0 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False)
@@ -144,5 +141,9 @@ def _lines(axes: Any, found: Mapping[float, Comparison], over: str) -> None:
 
 
 def _save(figure: Any, path: str | os.PathLike[str]) -> None:
+    from matplotlib import rc_context
+
     is_svg = os.fspath(path).endswith(".svg")
-    figure.savefig(path, metadata={"Date": None} if is_svg else None)
+    # The same figures give the same file, and text stays text.
+    with rc_context({"svg.hashsalt": "batchkit", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None} if is_svg else None)
