@@ -90,7 +90,7 @@ class SimulatedRunner(ModelRunner):
         # The hash of each prefix of a sequence: it costs the whole history, and a row adds mostly one token to it.
         self._prefixes: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
         self._num_hashes = 0
-        self._max_hashes = 1_000_000
+        self._max_hashes, self._max_prefixes = 1_000_000, 4096
 
     @property
     @override
@@ -101,8 +101,9 @@ class SimulatedRunner(ModelRunner):
     def execute(self, out: SchedulerOutput) -> SamplerOutput:
         rows = tuple([_NOTHING if row.idle and not self._check_kv else self._row(row) for row in out.rows])
         # Those of the step itself are the newest. To forget them would cost the next step their whole histories.
-        while self._num_hashes > self._max_hashes and len(self._prefixes) > len(rows):
-            self._num_hashes -= len(self._prefixes.popitem(last=False)[1])
+        prefixes = self._prefixes
+        while len(prefixes) > len(rows) and (len(prefixes) > self._max_prefixes or self._num_hashes > self._max_hashes):
+            self._num_hashes -= len(prefixes.popitem(last=False)[1])
         if self._clock is not None:
             self._clock.advance(self._cost(out) if self._cost is not None else 1e-3)
         return SamplerOutput(rows)

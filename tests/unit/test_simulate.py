@@ -50,11 +50,15 @@ def test_hashes_of_sequences_that_are_gone_are_forgotten_beyond_the_bound() -> N
     assert 0 < kept <= 40
     runner.drop_caches()
     assert (runner._num_hashes, len(runner._prefixes)) == (0, 0)
+    runner = SimulatedRunner(GEOMETRY, check_kv=False)
+    runner._max_prefixes = 3
+    assert run(runner, seats=2) == want
+    assert len(runner._prefixes) == 3  # many short ones take room as well
 
 
 def test_hashes_of_a_step_s_own_sequences_are_kept_whatever_the_bound(hashed) -> None:
     runner = SimulatedRunner(GEOMETRY, check_kv=False)
-    runner._max_hashes = 1
+    runner._max_hashes = runner._max_prefixes = 1
     run(runner, seats=len(PROMPTS))
     # One for each position, and one for each token sampled: no history is hashed twice.
     assert len(hashed) == sum(len(prompt) + 5 + 6 for prompt in PROMPTS)
