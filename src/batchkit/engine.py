@@ -688,8 +688,8 @@ class Engine:
         news: dict[str, LiveRequest] = {}
         changed: list[tuple[LiveRequest, LiveSample]] = []
         num_new_tokens = 0
+        self._computed_tokens += sum([row.num_tokens for row, _ in results])
         for row, result in results:
-            self._computed_tokens += row.num_tokens
             live = None if row.idle else self._live.get(row.seq_id)
             if live is None:
                 continue

@@ -224,6 +224,8 @@ class TrueLengths(ModelRunner):
     @override
     def execute(self, out: SchedulerOutput) -> SamplerOutput:
         got = self._runner.execute(out)
+        if not any([result.token_ids for result in got.rows]):
+            return got
         rows = tuple(
             [
                 self._end(row, result) if result.token_ids else result
