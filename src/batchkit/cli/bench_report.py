@@ -97,16 +97,36 @@ class Results:
 def write_json(path: str, content: dict[str, Any]) -> None:
     """Put a file in the place of the one before, so that there is a whole one at any time.
 
+    A link stays one, and the file that it leads to is the one that is replaced. What is no file, such as a pipe or a
+    device, is written to.
+
     Raises:
         NotDone: it cannot be written.
     """
-    fresh = f"{path}.part"
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
     try:
-        with open(fresh, "w", encoding="utf-8", newline="\n") as file:
-            file.write(json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n")
-        os.replace(fresh, path)
+        if os.path.exists(path) and not os.path.isfile(path):
+            _write(path, text)
+        else:
+            _replace(os.path.realpath(path), text)
     except OSError as error:
         raise NotDone(f"{path} cannot be written: {error.strerror}") from None
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+
+
+def _replace(path: str, text: str) -> None:
+    fresh = f"{path}.part"
+    try:
+        _write(fresh, text)
+        os.replace(fresh, path)
+    except BaseException:  # Ctrl-C too leaves the file that was there, and no part of another
+        with suppress(OSError):
+            os.unlink(fresh)
+        raise
 
 
 def settings(args: argparse.Namespace, policies: Sequence[Policy]) -> dict[str, Any]:
