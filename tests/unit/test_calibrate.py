@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -127,6 +128,34 @@ def test_what_the_command_refuses(arguments, said, capsys):
     assert main(["calibrate", *arguments]) == 1
     shown = capsys.readouterr().err
     assert said in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [("no/such/folder.json", "there is no folder"), ("folder", "it is a folder"), ("locked.json", "there is no permission")],
+)
+def test_before_a_model_runs_it_is_known_that_the_result_cannot_be_kept(tmp_path, monkeypatch, capsys, place, said):
+    def target_of(args):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("batchkit.cli.calibrate.target_of", target_of)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))
+    (tmp_path / "folder").mkdir()
+    assert main(["calibrate", "model", "--json", str(tmp_path / place)]) == 1
+    shown = capsys.readouterr().err
+    assert said in shown and str(tmp_path / place) in shown and shown.count("\n") == 1
+
+
+def test_a_fit_that_cannot_be_kept_is_printed(traces, tmp_path, monkeypatch, capsys):
+    def save(self, path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Calibration, "save", save)
+    out = tmp_path / "cost.json"
+    assert main(["calibrate", "--traces", *map(str, traces), "--json", str(out)]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == f"batchkit: {out} cannot be written: No space left on device\n"
+    assert "held out:" in shown.out
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"kind": "calibration", "version": 99}', '{"kind": "other"}'])

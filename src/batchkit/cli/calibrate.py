@@ -12,18 +12,20 @@ from typing import Any
 from ..experiment.calibrate import Calibration, calibrate
 from ..experiment.compare import run
 from ..experiment.policies import Policy
-from ..experiment.targets import ModelTarget
+from ..experiment.targets import ModelTarget, Target
 from ..schedulers import ChunkedPrefillScheduler
 from ..trace import Trace, read_trace
 from ..workload import WorkloadRecord
 from .faults import NotDone, loading, say
 from .options import DONE
+from .records import check_output
 
-__all__ = ["add_calibrate"]
+__all__ = ["add_calibrate", "target_of"]
 
 _SEATS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _LONGEST_PROMPT = 256
 _OUTPUT_TOKENS = (4, 16)
+_KV_TOKENS = max(_SEATS) * (_LONGEST_PROMPT + _OUTPUT_TOKENS[1])
 
 
 def add_calibrate(commands: argparse._SubParsersAction[Any]) -> None:
@@ -50,19 +52,32 @@ def _run(args: argparse.Namespace) -> int:
         raise NotDone("calibrate takes a model to measure, or --traces; one of the two")
     if args.hold_out and args.traces is None:
         raise NotDone("--hold-out goes with --traces")
+    if args.json is not None:
+        _check_output(args.json)
     try:
         if args.traces is None:
             traces, about = _measured(args)
         else:
             traces, about = [read_trace(path) for path in args.traces], {"traces": len(args.traces)}
         found = calibrate(traces, about=about, held_out=[read_trace(path) for path in args.hold_out])
-        if args.json is not None:
-            found.save(args.json)
     except ValueError as error:
         raise NotDone(str(error)) from None
     for line in _lines(found):
         print(line)
+    if args.json is not None:
+        try:
+            found.save(args.json)
+        except OSError as error:
+            raise NotDone(f"{args.json} cannot be written: {error.strerror}") from None
     return DONE
+
+
+def _check_output(path: str) -> None:
+    """Find out before minutes of measurement that their result could not be kept."""
+    check_output(path, "-", may_exist=True)
+    place = os.path.realpath(path)
+    if not os.access(place if os.path.exists(place) else os.path.dirname(place), os.W_OK):
+        raise NotDone(f"{path} cannot be written: there is no permission")
 
 
 def _lines(found: Calibration) -> Iterator[str]:
@@ -80,14 +95,8 @@ def _lines(found: Calibration) -> Iterator[str]:
 
 def _measured(args: argparse.Namespace) -> tuple[list[Trace], dict[str, Any]]:
     """Runs of a few seats each, with prompts of all lengths, so that steps of all sizes occur."""
-    with loading(args.model) as path:
-        from ..hf.environment import limit_threads, num_threads
-        from ..hf.loading import load_weights
-
-        limit_threads()
-        model = load_weights(path, device=args.device, dtype=args.dtype)
+    target, about = target_of(args)
     rng = random.Random(f"calibrate-{args.seed}")
-    target = ModelTarget(model=model, kv_tokens=max(_SEATS) * (_LONGEST_PROMPT + _OUTPUT_TOKENS[1]))
     traces = []
     with tempfile.TemporaryDirectory() as folder:
         for number, seats in enumerate(_SEATS, 1):
@@ -105,7 +114,18 @@ def _measured(args: argparse.Namespace) -> tuple[list[Trace], dict[str, Any]]:
             trace = os.path.join(folder, f"{seats}.jsonl")
             run(target, policy, load, seed=args.seed, trace=trace)
             traces.append(read_trace(trace))
-    return traces, {
+    return traces, about
+
+
+def target_of(args: argparse.Namespace) -> tuple[Target, dict[str, Any]]:
+    """The model that is measured, and what the file says of it; tests put another function there."""
+    with loading(args.model) as path:
+        from ..hf.environment import limit_threads, num_threads
+        from ..hf.loading import load_weights
+
+        limit_threads()
+        model = load_weights(path, device=args.device, dtype=args.dtype)
+    return ModelTarget(model=model, kv_tokens=_KV_TOKENS), {
         "model": os.path.basename(os.path.normpath(args.model)),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
