@@ -100,3 +100,26 @@ def test_a_decision_that_was_changed_is_found(trace: Path, capsys) -> None:
     trace.write_text("".join(lines))
     assert cli.main(["replay", str(trace)]) == 0
     assert "up to step 3" in capsys.readouterr().out
+
+
+def test_show_overwrites_no_trace(trace: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(trace.parent)
+    other, named_as_a_page, hard = Path("other.jsonl"), Path("page.html"), Path("hard.jsonl")
+    for path in (other, named_as_a_page):
+        path.write_bytes(trace.read_bytes())
+    hard.hardlink_to(trace)
+    before = {path: path.read_bytes() for path in Path().iterdir()}
+    for options in (
+        ["run.jsonl", "-o", "run.jsonl"],
+        ["run.jsonl", "-o", "hard.jsonl"],
+        ["run.jsonl", "--perfetto", "./run.jsonl"],
+        ["run.jsonl", "other.jsonl", "-o", "other.jsonl"],
+        ["run.jsonl", "other.jsonl", "-o", "new.html", "--perfetto", str(trace.parent / "other.jsonl")],
+        ["page.html"],
+        ["run.jsonl", "-o", "new", "--perfetto", "./new"],
+        ["run.jsonl", "--perfetto", ""],
+    ):
+        assert cli.main(["show", *options]) == 1, options
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "would be overwritten" in line or "cannot be" in line
+        assert {path: path.read_bytes() for path in Path().iterdir()} == before

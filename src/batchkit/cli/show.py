@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,18 +91,33 @@ def _read(path: str) -> Trace:
 
 
 def _show(args: argparse.Namespace) -> int:
+    output = args.output
+    if output is None and not args.text and args.perfetto is None:
+        output = os.path.splitext(args.traces[0])[0] + ".html"
+    for path in (output, args.perfetto):
+        _check_is_no_trace(path, args.traces)
+    if output is not None and args.perfetto is not None and _is_same_file(output, args.perfetto):
+        raise NotDone(f"{output} cannot be both the page and the trace for Perfetto")
     views = [_view(path, args.steps) for path in args.traces]
     if args.text:
         width = shutil.get_terminal_size((100, 24)).columns
         print("\n\n".join(drawing(one, width=width) for one in views))
-    if args.perfetto:
+    if args.perfetto is not None:
         _write(args.perfetto, json.dumps(chrome_trace(views), separators=(",", ":")) + "\n")
-    output = args.output
-    if output is None and not args.text and not args.perfetto:
-        output = os.path.splitext(args.traces[0])[0] + ".html"
     if output is not None:
         _write(output, page(views))
     return DONE
+
+
+def _check_is_no_trace(output: str | None, traces: Sequence[str]) -> None:
+    if output is not None and any(_is_same_file(output, trace) for trace in traces):
+        raise NotDone(f"{output} is the trace itself, and would be overwritten")
+
+
+def _is_same_file(one: str, two: str) -> bool:
+    if os.path.exists(one) and os.path.exists(two):
+        return os.path.samefile(one, two)
+    return os.path.realpath(one) == os.path.realpath(two)
 
 
 def _view(path: str, bounds: tuple[int | None, int | None] | None) -> View:
@@ -119,14 +134,13 @@ def _write(path: str, text: str) -> None:
         with open(path, "w", encoding="utf-8", newline="\n") as file:
             file.write(text)
     except OSError as error:
-        raise NotDone(f"{path} cannot be written: {error.strerror}") from None
+        raise NotDone(f"{path or 'a file without a name'} cannot be written: {error.strerror}") from None
     say(f"batchkit: wrote {path}")
 
 
 def _replay(args: argparse.Namespace) -> int:
     trace = _read(args.trace)
-    if args.output and os.path.exists(args.output) and os.path.samefile(args.output, args.trace):
-        raise NotDone(f"{args.output} is the trace itself, and would be overwritten")
+    _check_is_no_trace(args.output, [args.trace])
     recorded_name = str(trace.engine.get("stats", {}).get("scheduler"))
     policy = args.scheduler or _recorded(recorded_name)
     is_another = policy.policy.__name__ != recorded_name
