@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkit import ChunkedPrefillScheduler, RooflineCost, WorkloadRecord
+from batchkit import ChunkedPrefillScheduler, RooflineCost, RowResult, SamplerOutput, SimulatedRunner, WorkloadRecord
 from batchkit.cli import main
 from batchkit.costs import MeasuredCost
 from batchkit.experiment.calibrate import Calibration, Observation, calibrate, fit, observations, predict
@@ -132,7 +133,11 @@ def test_what_the_command_refuses(arguments, said, capsys):
 
 @pytest.mark.parametrize(
     ("place", "said"),
-    [("no/such/folder.json", "there is no folder"), ("folder", "it is a folder"), ("locked.json", "there is no permission")],
+    [
+        ("no/such/folder.json", "there is no folder"),
+        ("folder", "it is a folder"),
+        ("locked.json", "there is no permission"),
+    ],
 )
 def test_before_a_model_runs_it_is_known_that_the_result_cannot_be_kept(tmp_path, monkeypatch, capsys, place, said):
     def target_of(args):
@@ -144,6 +149,36 @@ def test_before_a_model_runs_it_is_known_that_the_result_cannot_be_kept(tmp_path
     assert main(["calibrate", "model", "--json", str(tmp_path / place)]) == 1
     shown = capsys.readouterr().err
     assert said in shown and str(tmp_path / place) in shown and shown.count("\n") == 1
+
+
+class Broken(SimulatedRunner):
+    """Computes nothing but NaN for prompts of an odd length."""
+
+    def execute(self, out):
+        got = super().execute(out)
+        return SamplerOutput(
+            tuple(
+                RowResult(error="logits\nare NaN") if len(row.request.prompt_token_ids) % 2 else result
+                for row, result in zip(out.rows, got.rows, strict=True)
+            )
+        )
+
+
+class BrokenTarget(SimulatedTarget):
+    def make_runner(self, policy, num_blocks):
+        runner, clock = super().make_runner(policy, num_blocks)
+        return Broken(runner.geometry, clock=clock, cost=self.cost), clock
+
+
+def test_failed_requests_are_not_fitted(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        "batchkit.cli.calibrate.target_of", lambda args: (BrokenTarget(cost=KNOWN, kv_tokens=10_000), {})
+    )
+    out = tmp_path / "cost.json"
+    assert main(["calibrate", "model", "--json", str(out)]) == 1
+    shown = capsys.readouterr()
+    assert re.search(r"batchkit: \d of 3 requests failed, 1 at a time, .*: .*logits are NaN\n$", shown.err)
+    assert shown.out == "" and not out.exists()
 
 
 def test_a_fit_that_cannot_be_kept_is_printed(traces, tmp_path, monkeypatch, capsys):

@@ -112,8 +112,14 @@ def _measured(args: argparse.Namespace) -> tuple[list[Trace], dict[str, Any]]:
                 max_tokens_per_step=max(seats, rng.choice((64, 128, 256, 512))),
             )
             trace = os.path.join(folder, f"{seats}.jsonl")
-            run(target, policy, load, seed=args.seed, trace=trace)
+            failed = run(target, policy, load, seed=args.seed, trace=trace).num_failed
             traces.append(read_trace(trace))
+            if failed:
+                error = next(ended.error for ended in traces[-1].requests if ended.error is not None)
+                raise NotDone(
+                    f"{failed} of {len(load)} requests failed, {seats} at a time, and a cost model is one of requests "
+                    f"that are served: {' '.join(error.split())}"
+                )
     return traces, about
 
 
