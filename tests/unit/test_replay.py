@@ -22,9 +22,16 @@ from batchkit import (
     VirtualClock,
     cli,
 )
+from batchkit.show import view
+from batchkit.trace import read_trace
 from unit.helpers import POLICIES
 
 BLOCK_SIZE, LONGEST = 4, 32
+ENDED = {
+    "request": "X", "reason": "abort", "error": None, "prompt_tokens": 4, "output_tokens": 0, "arrival": 0.0,
+    "first_scheduled": None, "first_token": None, "finished": 0.0, "num_preemptions": 0, "cached_tokens": 0,
+    "recomputed_tokens": 0,
+}  # fmt: skip
 
 
 class Unknown(PagedScheduler):
@@ -169,3 +176,52 @@ def test_what_cannot_be_replayed_is_said(tmp_path, capsys) -> None:
     refused("SchedulerStalled: Never chose nothing", "--scheduler", f"{__name__}:Never")
     assert replayed(path, "--scheduler", f"{__name__}:Unknown") == 0
     assert "Unknown: the same decisions in all 6 steps" in capsys.readouterr().out
+
+
+def test_an_id_may_come_again(tmp_path, capsys) -> None:
+    path = tmp_path / "run.jsonl"
+    running = engine(path)
+    ask(running, 9, 9, 9, request_id="X")
+    ask(running, 4, 9, 7, request_id="Y")
+    for _ in range(2):
+        running.step()
+    for length in (8, 7, 6):  # all in one line
+        running.abort("X")
+        ask(running, 4, length, length, request_id="X")
+    running.step()
+    running.abort("X")  # and one that has ended comes again
+    running.step()
+    ask(running, 4, 3, 3, request_id="X")
+    run(running)
+    seen = view(read_trace(path), path.name)
+    lanes = [(lane.request_id, lane.added["max_tokens"], sum(lane.sampled.values())) for lane in seen.lanes]
+    assert lanes == [("X", 9, 2), ("Y", 9, 7), ("X", 8, 0), ("X", 7, 0), ("X", 6, 1), ("X", 3, 3)]
+    assert [lane.ended.finish_reason for lane in seen.lanes] == ["abort", "stop", "abort", "abort", "abort", "length"]
+    assert [(lane.spans[0].first, lane.spans[-1].last) for lane in seen.lanes if lane.spans] == [
+        (1, 2), (1, 9), (3, 3), (5, 7),
+    ]  # fmt: skip
+    assert cli.main(["show", str(path), "--text"]) == 0
+    capsys.readouterr()
+    assert replayed(path) == 0
+    assert "the same decisions in all 9 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda line: line["ended"].append(dict(ENDED, request="Z")), "request 'Z' was never added"),
+        (lambda line: line["ended"].extend([dict(ENDED), dict(ENDED)]), "request 'X' ended twice"),
+        (lambda line: line["added"].append(dict(line["added"][0])), "request 'X' was added while it was there"),
+    ],
+)
+def test_ends_that_are_nobodys(change, said, tmp_path, capsys) -> None:
+    path = tmp_path / "run.jsonl"
+    running = engine(path)
+    ask(running, 4, 4, 4, request_id="X")
+    run(running)
+    lines = path.read_text().splitlines()
+    line = json.loads(lines[1])
+    change(line)
+    path.write_text("\n".join([lines[0], json.dumps(line), *lines[2:]]) + "\n")
+    assert replayed(path) == 1
+    assert f"line 2: {said}" in capsys.readouterr().err

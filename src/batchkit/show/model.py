@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -12,6 +13,7 @@ __all__ = [
     "STATES",
     "Figures",
     "Lane",
+    "Names",
     "Span",
     "State",
     "StepView",
@@ -220,6 +222,67 @@ def step_seconds(trace: Trace) -> list[float]:
     return seconds
 
 
+class Names:
+    """Which request a line of a trace means by an id: it may come again after it has ended.
+
+    Attributes:
+        lanes: by id, numbers of those that are there in the line's step, in the order in which they came.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.lanes: dict[str, int] = {}
+        self._ends = iter(trace.requests)
+        self._num = 0
+        self._left: list[str] = []
+
+    def take(self, line: Mapping[str, Any]) -> list[tuple[int, TracedRequest]]:
+        """Go on to the next step's line. Returns the lanes that ended, and their ends.
+
+        A lane whose id came again ended before the step; the others ended in it, or before it.
+
+        Raises:
+            ValueError: the line ends a request that was never added, or adds one that is still there.
+        """
+        for request_id in self._left:
+            del self.lanes[request_id]
+        ends = [next(self._ends) for _ in line["ended"]]
+        found = []
+        for added in line["added"]:
+            request_id = added["request"]
+            if request_id in self.lanes:
+                end = next((end for end in ends if end.request_id == request_id), None)
+                if end is None:
+                    raise ValueError(f"request {request_id!r} was added while it was there")
+                ends.remove(end)
+                found.append((self.lanes.pop(request_id), end))
+            self.lanes[request_id] = self._num
+            self._num += 1
+        self._left = []
+        for end in ends:
+            if end.request_id in self._left:
+                raise ValueError(f"request {end.request_id!r} ended twice")
+            found.append((self[end.request_id], end))
+            self._left.append(end.request_id)
+        return found
+
+    def take_last(self) -> list[tuple[int, TracedRequest]]:
+        """The same after the last step. Who came after it has no lane."""
+        for request_id in self._left:
+            del self.lanes[request_id]
+        return [(self.lanes.pop(end.request_id), end) for end in self._ends if end.request_id in self.lanes]
+
+    def __getitem__(self, request_id: str) -> int:
+        """Its lane in the line's step.
+
+        Raises:
+            ValueError: nobody of that name is there.
+        """
+        lane = self.lanes.get(request_id)
+        if lane is None:
+            raise ValueError(f"request {request_id!r} was never added")
+        return lane
+
+
 def view(trace: Trace, name: str) -> View:
     """What to draw of a trace.
 
@@ -232,9 +295,8 @@ def view(trace: Trace, name: str) -> View:
     """
     lanes: list[Lane] = []
     steps: list[StepView] = []
-    by_id: dict[str, Lane] = {}
-    books = _Books()
-    ends = iter(trace.requests)
+    names = Names(trace)
+    books = _Books(names, lanes)
     try:
         pool = trace.engine["stats"]["num_blocks"] * trace.engine["stats"]["block_size"]
         trace.engine["stats"]["scheduler"]
@@ -243,20 +305,16 @@ def view(trace: Trace, name: str) -> View:
     for number, line in enumerate(trace.steps, 2):
         try:
             if line["step"] != trace.steps[0]["step"] + number - 2:
-                raise ValueError(f"{name}, line {number}: step {line['step']} is out of order")
-            for added in line["added"]:
-                by_id[added["request"]] = lane = Lane(added["request"], added)
-                lanes.append(lane)
-            gone = {ended["request"]: next(ends) for ended in line["ended"]}
-            books.step(line, by_id, gone)
-            for request_id, ended in gone.items():
-                by_id.pop(request_id).ended = ended
+                raise ValueError(f"step {line['step']} is out of order")
+            lanes += [Lane(added["request"], added) for added in line["added"]]
+            ended = names.take(line)
+            for lane, end in ended:
+                lanes[lane].ended = end
+            books.step(line, {lane for lane, _ in ended})
+        except ValueError as error:
+            raise ValueError(f"{name}, line {number}: {error}") from None
         except KeyError as error:
-            known = error.args[0] in _FIELDS
-            raise ValueError(
-                f"{name}, line {number}: "
-                + (f"the field {error} is missing" if known else f"request {error} was never added")
-            ) from None
+            raise ValueError(f"{name}, line {number}: the field {error} is missing") from None
         except TypeError as error:
             raise ValueError(f"{name}, line {number}: this is no line of a trace: {error}") from None
     try:
@@ -297,59 +355,28 @@ def view(trace: Trace, name: str) -> View:
     )
 
 
-_FIELDS = frozenset(
-    [
-        "added",
-        "ended",
-        "rows",
-        "preempted",
-        "request",
-        "seq",
-        "start",
-        "tokens",
-        "prompt_tokens",
-        "step",
-        "time",
-        "waiting",
-        "running",
-        "used_blocks",
-        "kv_tokens",
-        "new_tokens",
-        "blocks_from",
-        "blocks",
-        "schedule_s",
-        "execute_s",
-        "sample_s",
-        "arrival",
-        "max_tokens",
-        "priority",
-        "n",
-    ]
-)
-
-
 class _Books:
     """What is known of the sequences between one line and the next."""
 
-    def __init__(self) -> None:
-        self._blocks: dict[str, dict[int, int]] = {}  # length of each table, by request and sequence
-        self._preempted: set[str] = set()
+    def __init__(self, names: Names, lanes: Sequence[Lane]) -> None:
+        self._names = names
+        self._lanes = lanes
+        self._blocks: dict[int, dict[int, int]] = {}  # length of each table, by lane and sequence
+        self._preempted: set[int] = set()
 
-    def step(self, line: Mapping[str, Any], by_id: Mapping[str, Lane], gone: Mapping[str, TracedRequest]) -> None:
-        """Put a cell into the lane of everybody who is alive in this step."""
-        for request_id in gone:
-            by_id[request_id]  # the KeyError names it
+    def step(self, line: Mapping[str, Any], ended: AbstractSet[int]) -> None:
+        """Put a cell into the lane of everybody who is there in this step."""
         for entry in line["preempted"]:
-            by_id[entry["request"]]
-            self._preempted.add(entry["request"])
-            self._blocks.pop(entry["request"], None)
-        rows: dict[str, list[Mapping[str, Any]]] = {}
+            number = self._names[entry["request"]]
+            self._preempted.add(number)
+            self._blocks.pop(number, None)
+        rows: dict[int, list[Mapping[str, Any]]] = {}
         for row in line["rows"]:
-            rows.setdefault(row["request"], []).append(row)
-        for request_id, own in rows.items():
-            lane = by_id[request_id]
-            self._preempted.discard(request_id)
-            tables = self._blocks.setdefault(request_id, {})
+            rows.setdefault(self._names[row["request"]], []).append(row)
+        for number, own in rows.items():
+            lane = self._lanes[number]
+            self._preempted.discard(number)
+            tables = self._blocks.setdefault(number, {})
             for row in own:
                 if "blocks" in row:
                     tables[row["seq"]] = row["blocks_from"] + len(row["blocks"])
@@ -358,17 +385,18 @@ class _Books:
                     lane.sampled[sample] = lane.sampled.get(sample, 0) + 1
             tokens = sum(row["tokens"] for row in own)
             lane.put(_state(own, lane.added["prompt_tokens"]), line["step"], tokens, sum(tables.values()))
-        for request_id, lane in by_id.items():
-            if request_id in rows or request_id in gone:
+        for number in self._names.lanes.values():
+            if number in rows or number in ended:
                 continue
-            blocks = sum(self._blocks.get(request_id, {}).values())
-            if request_id in self._preempted:
+            lane = self._lanes[number]
+            blocks = sum(self._blocks.get(number, {}).values())
+            if number in self._preempted:
                 lane.put("preempted", line["step"], 0, 0)
             else:
                 lane.put("paused" if blocks else "waiting", line["step"], 0, blocks)
-        for request_id in gone:
-            self._preempted.discard(request_id)
-            self._blocks.pop(request_id, None)
+        for number in ended:
+            self._preempted.discard(number)
+            self._blocks.pop(number, None)
 
 
 def _state(rows: Sequence[Mapping[str, Any]], prompt_tokens: int) -> State:

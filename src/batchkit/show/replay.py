@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,9 @@ from ..engine import Engine
 from ..params import SamplingParams
 from ..scheduler import Scheduler
 from ..simulate import SimulatedRunner, TrueLengths
-from ..trace import Trace, read_trace
+from ..trace import Trace, TracedRequest, read_trace
 from ..types import KVGeometry, SchedulerOutput, StepReport
-from .model import View, step_seconds, view
+from .model import Names, View, step_seconds, view
 
 __all__ = ["Difference", "LineCost", "Replayed", "fit_line", "replay"]
 
@@ -185,25 +185,22 @@ class _Run:
 
     def _act(self, trace: Trace) -> Iterator[tuple[float, bool, int]]:
         """When each request comes and is aborted: the number of steps before it, or, by the clock, the time."""
-        lane = 0
-        by_id: dict[str, int] = {}
-        requests = iter(trace.requests)
+        names = Names(trace)
+        num_lanes = 0
         for before, line in enumerate(trace.steps):
-            for added in line["added"]:
-                by_id[added["request"]] = lane
+            ended = names.take(line)
+            for lane, added in enumerate(line["added"], num_lanes):
                 yield (before if self._cost is None else min(line["time"], max(added["arrival"], 0.0))), False, lane
-                lane += 1
-            for ended in line["ended"]:
-                times = next(requests).timings
-                if ended["reason"] not in ("stop", "length"):
-                    assert times.finished is not None
-                    # One that ended within this step's line was ended by its caller before the step.
-                    yield (before if self._cost is None else times.finished), True, by_id[ended["request"]]
-        for last in requests:  # after the last step; who came after it as well has no lane
-            if last.finish_reason not in ("stop", "length") and last.request_id in by_id:
-                assert last.timings.finished is not None
-                when = len(trace.steps) if self._cost is None else last.timings.finished
-                yield when, True, by_id[last.request_id]
+            num_lanes += len(line["added"])
+            # One that ended within this step's line was ended by its caller before the step.
+            yield from self._aborts(ended, before)
+        yield from self._aborts(names.take_last(), len(trace.steps))
+
+    def _aborts(self, ended: Iterable[tuple[int, TracedRequest]], before: int) -> Iterator[tuple[float, bool, int]]:
+        for lane, end in ended:
+            if end.finish_reason not in ("stop", "length"):
+                assert end.timings.finished is not None
+                yield (before if self._cost is None else end.timings.finished), True, lane
 
     def _took(self, out: SchedulerOutput) -> float:
         if self._cost is not None:
@@ -279,18 +276,15 @@ _Decision = tuple[tuple[tuple[Any, ...], ...], tuple[int, ...]]
 
 def _decisions(trace: Trace) -> list[_Decision]:
     """Of each step: rows as lane, sample, start, tokens and idle; and the lanes that were preempted."""
-    by_id: dict[str, int] = {}
+    names = Names(trace)
     found: list[_Decision] = []
-    lane = 0
     for line in trace.steps:
-        for added in line["added"]:
-            by_id[added["request"]] = lane
-            lane += 1
+        names.take(line)
         rows = tuple(
-            (by_id[row["request"]], row.get("sample", 0), row["start"], row["tokens"], bool(row.get("idle")))
+            (names[row["request"]], row.get("sample", 0), row["start"], row["tokens"], bool(row.get("idle")))
             for row in line["rows"]
         )
-        found.append((rows, tuple(by_id[entry["request"]] for entry in line["preempted"])))
+        found.append((rows, tuple(names[entry["request"]] for entry in line["preempted"])))
     return found
 
 
