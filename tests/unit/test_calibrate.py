@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -15,9 +17,9 @@ from batchkit.cli import main
 from batchkit.costs import MeasuredCost
 from batchkit.experiment.calibrate import Calibration, Observation, calibrate, fit, observations, predict
 from batchkit.experiment.compare import run
-from batchkit.experiment.policies import POLICIES, Policy
+from batchkit.experiment.policies import Policy
 from batchkit.experiment.targets import SimulatedTarget
-from batchkit.trace import read_trace
+from batchkit.trace import Trace, read_trace
 
 
 def steps_by(cost, count, *, noise=0.0, seed=0):
@@ -80,8 +82,8 @@ def test_a_curve_goes_on_straight_beyond_its_ends():
 
 
 @pytest.fixture
-def traces(tmp_path):
-    """Step traces whose seconds are those of a roofline, since the clock is virtual."""
+def simulated(tmp_path):
+    """Step traces of a virtual clock."""
     cost = RooflineCost(num_params=1e9, kv_bytes_per_token=1e5, bandwidth=1e11, flops=1e13, overhead_s=0.01)
     target = SimulatedTarget(cost=cost, kv_tokens=2000)
     rng = random.Random(0)
@@ -92,14 +94,84 @@ def traces(tmp_path):
     return [tmp_path / "2.jsonl", tmp_path / "9.jsonl"]
 
 
-def test_a_step_takes_until_the_next_one_unless_the_engine_waited(tmp_path):
-    target = SimulatedTarget(cost=RooflineCost(num_params=1, kv_bytes_per_token=1, bandwidth=1, flops=1), kv_tokens=99)
-    load = [WorkloadRecord(prompt=4, max_tokens=3), WorkloadRecord(prompt=4, max_tokens=3, arrival=1e6)]
-    run(target, POLICIES["paged"], load, trace=tmp_path / "t.jsonl")
-    trace = read_trace(tmp_path / "t.jsonl")
-    # In virtual time a step's own seconds are those of the real clock, so that a longer distance counts as a wait.
-    assert [step.num_tokens for step in observations(trace)] == [4, 1, 1] * 2
-    assert all(0 < step.seconds < 1 for step in observations(trace))
+@pytest.fixture
+def traces(simulated):
+    """The same as if they had been measured: the steps' own seconds are 0.95 of those until the next one."""
+    for path in simulated:
+        lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+        for line, after in pairwise(lines):
+            if line["kind"] == "step":
+                seconds = after["time"] - line["time"]
+                line |= {"schedule_s": 0.01 * seconds, "execute_s": 0.9 * seconds, "sample_s": 0.04 * seconds}
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return simulated
+
+
+def trace_of(*steps):
+    """A trace of steps: when each begins, its own seconds, and other fields."""
+    lines = [
+        {
+            "step": number,
+            "time": time,
+            "rows": [{"start": 0, "tokens": 4}, {"start": 9, "tokens": 1}],
+            "error": None,
+            "schedule_s": own / 4,
+            "execute_s": own / 2,
+            "sample_s": own / 4,
+            **fields,
+        }
+        for number, (time, own, fields) in enumerate(steps, 1)
+    ]
+    return Trace(engine={}, steps=tuple(lines), requests=(), complete=True)
+
+
+def test_a_step_takes_until_the_next_one_unless_the_engine_waited():
+    steps = [(0, 1, {}), (1.25, 1, {}), (2.5, 1, {"error": "broken"}), (4, 1, {}), (100, 1, {}), (101, 0.5, {})]
+    found = observations(trace_of(*steps))
+    assert [step.seconds for step in found] == [1.25, 1.25, 1, 1, 0.5]
+    assert set(found) <= {Observation(5, 14, 20, seconds) for seconds in (1.25, 1, 0.5)}
+
+
+@pytest.mark.parametrize("gap", [2.0, 0.5])
+def test_a_clock_that_is_not_the_steps_own_is_refused(gap):
+    steps = [(number * gap, 1, {}) for number in range(30)]
+    with pytest.raises(ValueError, match=r"29 of 29 steps .* virtual clock.* mostly waited"):
+        observations(trace_of(*steps))
+
+
+def test_a_simulation_is_not_fitted(simulated, capsys):
+    assert main(["calibrate", "--traces", *map(str, simulated)]) == 1
+    shown = capsys.readouterr().err
+    assert "trace 1: " in shown and "virtual clock" in shown and shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"schedule_s": None}, "TypeError"),
+        ({"rows": [{"start": 0}]}, "KeyError: 'tokens'"),
+        ({"rows": 7}, "TypeError"),
+        ({"execute_s": float("nan")}, "nan s of its own"),
+        ({"execute_s": -1}, "-0.5 s of its own"),
+        ({"time": float("inf")}, "inf s until"),
+        ({"rows": [{"start": 0, "tokens": 0}]}, "0 tokens"),
+    ],
+)
+def test_a_step_that_cannot_be_is_named(fields, said):
+    with pytest.raises(ValueError, match=rf"step [12] cannot be taken .*{said}"):
+        observations(trace_of((0, 1, {}), (1, 1, fields), (2, 1, {})))
+
+
+def test_a_step_without_a_field_is_named():
+    trace = trace_of((0, 1, {}), (1, 1, {}))
+    del trace.steps[1]["schedule_s"]
+    with pytest.raises(ValueError, match=r"trace 1: step 2 cannot be taken \(KeyError: 'schedule_s'\)"):
+        calibrate([trace], about={})
+
+
+def test_held_out_traces_without_steps_are_refused(traces):
+    with pytest.raises(ValueError, match="held out have no steps"):
+        calibrate([read_trace(path) for path in traces], about={}, held_out=[trace_of()])
 
 
 def test_the_command_fits_traces_and_the_file_comes_back(traces, tmp_path, capsys):
@@ -123,6 +195,9 @@ def test_the_command_fits_traces_and_the_file_comes_back(traces, tmp_path, capsy
         (["model", "--traces", "a"], "one of the two"),
         (["model", "--hold-out", "a"], "--hold-out goes with --traces"),
         (["--traces", "nothing.jsonl"], "nothing.jsonl"),
+        (["--traces", "nothing.jsonl", "--device", "cpu"], "--device does not go with --traces"),
+        (["--traces", "nothing.jsonl", "--dtype", "auto"], "--dtype does not go with --traces"),
+        (["--traces", "nothing.jsonl", "--seed", "0"], "--seed does not go with --traces"),
     ],
 )
 def test_what_the_command_refuses(arguments, said, capsys):

@@ -39,19 +39,16 @@ def add_calibrate(commands: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("model", metavar="MODEL", nargs="?", help="a folder, or a name on the hub; not with --traces")
     parser.add_argument("--traces", metavar="FILE", nargs="+", help="fit to these step traces; no model runs")
-    parser.add_argument("--hold-out", metavar="FILE", nargs="+", default=[], help="traces that the fit does not see")
-    parser.add_argument("--dtype", default="auto", help="of the weights; default: that of the checkpoint")
+    parser.add_argument("--hold-out", metavar="FILE", nargs="+", help="traces that the fit does not see")
+    parser.add_argument("--dtype", help="of the weights; default: that of the checkpoint")
     parser.add_argument("--device", help="such as cpu or cuda:0; default: the accelerator, if there is one")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of the prompts' lengths; default: 0")
+    parser.add_argument("--seed", metavar="N", type=int, help="of the prompts' lengths; default: 0")
     parser.add_argument("--json", metavar="OUT", help="write the cost model here, for --calibration")
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    if (args.model is None) == (args.traces is None):
-        raise NotDone("calibrate takes a model to measure, or --traces; one of the two")
-    if args.hold_out and args.traces is None:
-        raise NotDone("--hold-out goes with --traces")
+    _check_options(args)
     if args.json is not None:
         _check_output(args.json)
     try:
@@ -59,7 +56,8 @@ def _run(args: argparse.Namespace) -> int:
             traces, about = _measured(args)
         else:
             traces, about = [read_trace(path) for path in args.traces], {"traces": len(args.traces)}
-        found = calibrate(traces, about=about, held_out=[read_trace(path) for path in args.hold_out])
+        held_out = None if args.hold_out is None else [read_trace(path) for path in args.hold_out]
+        found = calibrate(traces, about=about, held_out=held_out)
     except ValueError as error:
         raise NotDone(str(error)) from None
     for line in _lines(found):
@@ -70,6 +68,18 @@ def _run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise NotDone(f"{args.json} cannot be written: {error.strerror}") from None
     return DONE
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    if (args.model is None) == (args.traces is None):
+        raise NotDone("calibrate takes a model to measure, or --traces; one of the two")
+    if args.traces is None:
+        if args.hold_out is not None:
+            raise NotDone("--hold-out goes with --traces")
+        return
+    for name in ("dtype", "device", "seed"):
+        if getattr(args, name) is not None:
+            raise NotDone(f"--{name} does not go with --traces")
 
 
 def _check_output(path: str) -> None:
@@ -96,7 +106,8 @@ def _lines(found: Calibration) -> Iterator[str]:
 def _measured(args: argparse.Namespace) -> tuple[list[Trace], dict[str, Any]]:
     """Runs of a few seats each, with prompts of all lengths, so that steps of all sizes occur."""
     target, about = target_of(args)
-    rng = random.Random(f"calibrate-{args.seed}")
+    seed = 0 if args.seed is None else args.seed
+    rng = random.Random(f"calibrate-{seed}")
     traces = []
     with tempfile.TemporaryDirectory() as folder:
         for number, seats in enumerate(_SEATS, 1):
@@ -112,7 +123,7 @@ def _measured(args: argparse.Namespace) -> tuple[list[Trace], dict[str, Any]]:
                 max_tokens_per_step=max(seats, rng.choice((64, 128, 256, 512))),
             )
             trace = os.path.join(folder, f"{seats}.jsonl")
-            failed = run(target, policy, load, seed=args.seed, trace=trace).num_failed
+            failed = run(target, policy, load, seed=seed, trace=trace).num_failed
             traces.append(read_trace(trace))
             if failed:
                 error = next(ended.error for ended in traces[-1].requests if ended.error is not None)
@@ -130,7 +141,7 @@ def target_of(args: argparse.Namespace) -> tuple[Target, dict[str, Any]]:
         from ..hf.loading import load_weights
 
         limit_threads()
-        model = load_weights(path, device=args.device, dtype=args.dtype)
+        model = load_weights(path, device=args.device, dtype=args.dtype or "auto")
     return ModelTarget(model=model, kv_tokens=_KV_TOKENS), {
         "model": os.path.basename(os.path.normpath(args.model)),
         "dtype": str(model.dtype).removeprefix("torch."),

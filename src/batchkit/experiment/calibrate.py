@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -114,23 +115,38 @@ class Calibration:
 
 
 def observations(trace: Trace) -> list[Observation]:
-    """The steps of a trace that had rows and did not fail."""
+    """The steps of a trace that had rows and did not fail.
+
+    Raises:
+        ValueError: a step lacks a field, or has one that cannot be; or most steps end long before the next one begins,
+            or after it: the clock is a virtual one, whose seconds the steps' own are not, or the engine mostly waited.
+    """
     found = []
+    num_followed = num_apart = 0
     for step, after in pairwise([*trace.steps, None]):
         assert step is not None
-        if not step["rows"] or step["error"] is not None:
-            continue
-        own = step["schedule_s"] + step["execute_s"] + step["sample_s"]
-        whole = own if after is None else after["time"] - step["time"]
-        rows = [(row["start"], row["tokens"]) for row in step["rows"]]
-        context_tokens, pairs = attended(rows)
-        found.append(
-            Observation(
-                num_tokens=sum(count for _, count in rows),
-                context_tokens=context_tokens,
-                pairs=pairs,
-                seconds=whole if own <= whole <= _GAP * own else own,
-            )
+        try:
+            if not step["rows"] or step["error"] is not None:
+                continue
+            own = step["schedule_s"] + step["execute_s"] + step["sample_s"]
+            whole = own if after is None else after["time"] - step["time"]
+            rows = [(row["start"], row["tokens"]) for row in step["rows"]]
+            context_tokens, pairs = attended(rows)
+            num_tokens = sum(count for _, count in rows)
+            if not (0 < own < math.inf and math.isfinite(whole) and num_tokens > 0):
+                raise ValueError(f"{own} s of its own, {whole} s until the next one, {num_tokens} tokens")
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            number = step.get("step", "of a number that is not said")
+            raise ValueError(f"step {number} cannot be taken ({type(error).__name__}: {error})") from None
+        num_followed += after is not None
+        num_apart += not own / _GAP <= whole <= _GAP * own
+        seconds = whole if own <= whole <= _GAP * own else own
+        found.append(Observation(num_tokens, context_tokens, pairs, seconds))
+    if 2 * num_apart > num_followed:
+        raise ValueError(
+            f"{num_apart:,} of {num_followed:,} steps took less than 1/{_GAP:g} of the time until the next one began, "
+            f"or more than {_GAP:g} times that: the trace is one of a virtual clock, so that its steps' own seconds "
+            f"are not those it simulates, or of an engine that mostly waited"
         )
     return found
 
@@ -234,7 +250,9 @@ def predict(cost: MeasuredCost, steps: Iterable[Observation]) -> FitError:
     )
 
 
-def calibrate(traces: Iterable[Trace], *, about: Mapping[str, Any], held_out: Iterable[Trace] = ()) -> Calibration:
+def calibrate(
+    traces: Iterable[Trace], *, about: Mapping[str, Any], held_out: Iterable[Trace] | None = None
+) -> Calibration:
     """Fit a cost model to traces.
 
     Args:
@@ -243,12 +261,25 @@ def calibrate(traces: Iterable[Trace], *, about: Mapping[str, Any], held_out: It
         held_out: traces that the fit does not see. Default: every fifth step is held out.
 
     Raises:
-        ValueError: see `fit`.
+        ValueError: see `observations` and `fit`; or `held_out` has no steps.
     """
-    steps = [step for trace in traces for step in observations(trace)]
-    others = [step for trace in held_out for step in observations(trace)]
-    if not others:
+    steps = _all_observations(traces, "trace")
+    if held_out is None:
         others = steps[4::5]
         steps = [step for number, step in enumerate(steps) if number % 5 != 4]
+    else:
+        others = _all_observations(held_out, "held-out trace")
+        if not others:
+            raise ValueError("the traces that are held out have no steps")
     cost = fit(steps)
     return Calibration(cost=cost, fitted=predict(cost, steps), held_out=predict(cost, others), about=dict(about))
+
+
+def _all_observations(traces: Iterable[Trace], what: str) -> list[Observation]:
+    found = []
+    for number, trace in enumerate(traces, 1):
+        try:
+            found += observations(trace)
+        except ValueError as error:
+            raise ValueError(f"{what} {number}: {error}") from None
+    return found
