@@ -136,7 +136,7 @@ def throughput(target: SimulatedTarget, plot: Path | None) -> dict[str, Any]:
                 f"{KNOWN[policy.name] if cap == 1536 else ''}"
             )
     if plot is not None:
-        cells = {
+        cells: dict[float, Comparison] = {
             cap: Comparison(workload=f"cap {cap}", runs=tuple(some), is_simulated=True) for cap, some in runs.items()
         }
         throughput_plot(plot, cells, over="cap of the output lengths, tokens")

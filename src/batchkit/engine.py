@@ -194,7 +194,7 @@ class Engine:
         self._num_steps = self._prompt_tokens = self._generated_tokens = self._computed_tokens = 0
         self._num_preemptions = self._recomputed_tokens = self._peak_used_blocks = 0
         self._finished: Counter[FinishReason] = Counter()
-        self._num_finished = 0  # their sum
+        self._num_left = 0  # sequences that are alive no more
         self._trace = TraceWriter(trace, self.stats(), self._clock()) if trace is not None else None
         for part in self._parts:  # last, so that an engine that could not be made leaves them free
             part.__dict__[_IN_USE] = True
@@ -681,9 +681,9 @@ class Engine:
     # ------------------------------------------------------------------------------- commit
 
     def _commit(self, now: float, results: list[tuple[ScheduledSequence, RowResult]]) -> tuple[int, int]:
-        """Take the results in. Returns the number of tokens kept and of requests ended."""
+        """Take the results in. Returns the number of tokens kept and of sequences that have ended."""
         scheduler = self._scheduler
-        before = self._num_finished
+        before = self._num_left
         self._apply_aborts()
         news: dict[str, LiveRequest] = {}
         changed: list[tuple[LiveRequest, LiveSample]] = []
@@ -727,7 +727,7 @@ class Engine:
             delivered = self._clock()
             for live in news.values():
                 self._deliver(live, live.output(delivered))
-        return num_new_tokens, self._num_finished - before
+        return num_new_tokens, self._num_left - before
 
     def _take(
         self, live: LiveRequest, sample: LiveSample, row: ScheduledSequence, result: RowResult
@@ -769,6 +769,7 @@ class Engine:
     def _left(self, seq: Sequence) -> LiveRequest:
         """A finished sample has left the scheduler; whose it was."""
         live = self._live.pop(seq.id)
+        self._num_left += 1
         sample = live.samples[seq.index]
         sample.reason = sample.due
         return live
@@ -820,6 +821,7 @@ class Engine:
             if sample.reason is None:
                 if self._live.pop(sample.seq.id, None) is not None:
                     self._scheduler.abort(sample.seq)
+                    self._num_left += 1
                 sample.reason = promised or reason
             elif promised and not sample.is_delivered:
                 sample.reason = promised
@@ -838,7 +840,6 @@ class Engine:
             self._trace.ended(output, [sample.seq.id for sample in live.samples])
         assert output.finish_reason is not None
         self._finished["error" if output.error else output.finish_reason] += 1
-        self._num_finished += 1
         self._recomputed_tokens += output.timings.recomputed_tokens
 
     def _deliver(self, live: LiveRequest, output: RequestOutput) -> None:

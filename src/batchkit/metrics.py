@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from .scheduler import Scheduler
 from .types import Refusal, Request, RequestOutput, ScheduledSequence, StepReport
+from .workload import true_length
 
 __all__ = ["Interval", "KVUse", "Latency", "StepFigures", "StepRecorder", "interval_95", "latency", "percentile"]
 
@@ -233,7 +234,7 @@ class StepRecorder:
         for row in working:
             last = final.get(row.seq_id)
             if last is None:
-                last = final[row.seq_id] = _final_slots(row.request)
+                last = final[row.seq_id] = _final_slots(row.request, row.sample_index)
             later = min(last, len(row.blocks) * block_size) - row.start - row.num_tokens
             if later > 0:
                 slots += later
@@ -243,7 +244,7 @@ class StepRecorder:
             table = self._scheduler.allocator.table
             for seq in self._scheduler.running:
                 if seq.id not in in_step:
-                    last = min(_final_slots(seq.request), len(table(seq.id)) * block_size)
+                    last = min(_final_slots(seq.request, seq.index), len(table(seq.id)) * block_size)
                     slots += max(0, last - seq.num_computed)
         if len(final) > 2 * report.num_running + 64:
             alive = {seq.id for seq in self._scheduler.running}
@@ -274,7 +275,7 @@ class StepRecorder:
         )
 
 
-def _final_slots(request: Request) -> int:
-    """KV slots that a request fills in the end."""
-    length: int = request.metadata.get("output_tokens", request.max_tokens)
+def _final_slots(request: Request, sample_index: int) -> int:
+    """KV slots that a sample of a request fills in the end."""
+    length = true_length(request.metadata.get("output_tokens", request.max_tokens), sample_index)
     return len(request.prompt_token_ids) + max(length, 1) - 1

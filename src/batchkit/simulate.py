@@ -11,12 +11,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from numbers import Integral
 
 from typing_extensions import override
 
 from .clocks import VirtualClock
 from .costs import StepCost
-from .errors import InvariantError
+from .errors import InvariantError, RequestError
 from .runner import ModelRunner
 from .types import (
     BlockCopy,
@@ -28,6 +29,7 @@ from .types import (
     ScheduledSequence,
     SchedulerOutput,
 )
+from .workload import true_length
 
 __all__ = ["SimulatedRunner", "TrueLengths"]
 
@@ -224,7 +226,7 @@ class TrueLengths(ModelRunner):
     @override
     def execute(self, out: SchedulerOutput) -> SamplerOutput:
         got = self._runner.execute(out)
-        if not any([result.token_ids for result in got.rows]):
+        if not any(result.token_ids for result in got.rows):
             return got
         rows = tuple(
             [
@@ -235,11 +237,10 @@ class TrueLengths(ModelRunner):
         return got if rows == got.rows else replace(got, rows=rows)
 
     def _end(self, row: ScheduledSequence, result: RowResult) -> RowResult:
-        length = self._output_tokens(row.request)
-        if length is None:
+        lengths = self._output_tokens(row.request)
+        if lengths is None:
             return result
-        if not isinstance(length, int):
-            length = length[row.sample_index]
+        length = true_length(lengths, row.sample_index)
         stops = row.request.stop_token_ids
         if row.num_output + 1 >= length and length < row.request.max_tokens:
             if not stops:
@@ -251,6 +252,11 @@ class TrueLengths(ModelRunner):
 
     @override
     def check_request(self, request: Request) -> None:
+        lengths = self._output_tokens(request)
+        if lengths is not None and not isinstance(lengths, (int, Integral)) and len(lengths) != request.params.n:
+            raise RequestError(
+                f"request {request.id!r} has {request.params.n} samples, and {len(lengths)} output lengths"
+            )
         self._runner.check_request(request)
 
     @override

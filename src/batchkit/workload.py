@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
+from numbers import Integral
 from typing import Any, Protocol
 
 from .clocks import Clock
@@ -217,6 +218,11 @@ def simulate(engine: _Engine, load: Iterable[WorkloadRecord | Session], *, seed:
     """`play` a load to its end, and return the final outputs in its order, turn after turn within a session."""
     results = {(one.session, one.turn): one.output for one in play(engine, load, seed=seed)}
     return [results[place] for place in sorted(results)]
+
+
+def true_length(lengths: int | Sequence[int], sample_index: int) -> int:
+    """What a sample gives, of a length for all samples of a request or one for each."""
+    return int(lengths) if isinstance(lengths, (int, Integral)) else int(lengths[sample_index])
 
 
 def _check_length(record: WorkloadRecord, output: RequestOutput) -> None:

@@ -91,6 +91,8 @@ def test_a_calibration_takes_the_place_of_a_preset(tmp_path, capsys) -> None:
         assert figures["window_s"] == pytest.approx(figures["steps"] * 0.49 + tokens / 100)
     assert cli.main(["simulate", "variance", "toy", "--calibration", str(tmp_path / "out.json"), *SMALL]) == 1
     assert "is no calibration of version 1" in capsys.readouterr().err
+    assert cli.main([*command, "--overhead-s", "1"]) == 1
+    assert "--overhead-s does not go with --calibration" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("experiment", "options"), [("variance", SMALL), ("latency", RATES)])
@@ -99,6 +101,35 @@ def test_the_same_seeds_give_the_same_bytes(experiment, options, tmp_path) -> No
         assert simulate(experiment, *options, *TWO, "--json", str(tmp_path / name)) == 0
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", "two.json"]
+
+
+def test_what_the_table_rests_on_is_said(tmp_path, capsys) -> None:
+    few = ("--caps", "16", "--n", "6", "--prompt", "8", "--seeds", "0", "--policies", "chunked")
+    assert simulate("variance", *few, "--json", str(tmp_path / "out.json")) == 0
+    out, err = capsys.readouterr()
+    (run,) = written(tmp_path / "out.json")["cells"][0]["runs"]
+    assert f"outputs that were drawn: {run['generated_tokens'] / 6:.1f} tokens in the mean" in out
+    assert "slots: those as a share of the most rows" in out
+    fits = written(tmp_path / "out.json")["kv_tokens_that_fit"]
+    assert f"memory: {fits:,} KV tokens fit beside the weights" in out and not err
+    assert simulate("variance", *few, "--kv-tokens", str(fits + 4)) == 0
+    assert f"{fits + 4:,} KV tokens are simulated, and only {fits:,} fit" in capsys.readouterr().err
+
+
+def test_limits_of_one_policy(capsys) -> None:
+    few = ("--caps", "16", "--n", "12", "--prompt", "8", "--seeds", "0", "--policies", "orca-max_tokens")
+    assert simulate("variance", *few, "--scheduler", "orca,max_num_seqs=1,max_tokens_per_step=4") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("orca")]
+    assert float(lines[0][5]) > 1 and float(lines[1][5]) == 1.0
+
+
+def test_rates_that_look_alike_are_apart(tmp_path) -> None:
+    options = ("--rates", "1000000,1000001", "--n", "4", "--prompt", "8", "--fixed", "8", "--seeds", "0")
+    assert simulate("latency", *options, "--policies", "paged", "--json", str(tmp_path / "out.json")) == 0
+    assert [(cell["cell"], len(cell["runs"])) for cell in written(tmp_path / "out.json")["cells"]] == [
+        ("rate 1000000", 1),
+        ("rate 1000001", 1),
+    ]
 
 
 def test_latency_says_which_rate_is_sustained(tmp_path, capsys) -> None:

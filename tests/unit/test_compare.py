@@ -90,8 +90,20 @@ def test_what_arrives_before_the_window_is_served_and_not_counted():
     assert (len(whole.requests), len(later.requests)) == (20, 10)
     assert later.window_s == pytest.approx(whole.window_s - 0.95)
     assert later.requests == whole.requests[-10:]
-    with pytest.raises(ValueError, match="nothing arrived after the warm-up of 99 s"):
-        run(TARGET, POLICIES["chunked"], workload.make(0), warm_up_s=99)
+    for late in (99, 1.95):  # after the run, and after the last arrival
+        with pytest.raises(ValueError, match=f"nothing arrived after the warm-up of {late} s"):
+            run(TARGET, POLICIES["chunked"], workload.make(0), warm_up_s=late)
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="warm_up_s must be finite and at least 0 seconds"):
+            run(TARGET, POLICIES["chunked"], workload.make(0), warm_up_s=wrong)
+    with pytest.raises(ValueError, match="until_s must be more than the warm-up of 1 s, got 1"):
+        run(TARGET, POLICIES["chunked"], workload.make(0), warm_up_s=1, until_s=1)
+
+
+def test_the_window_ends_when_time_is_up_though_nothing_runs_then():
+    workload = open_loop(REQUESTS, num_requests=3, arrivals=evenly(0.01))  # at 0, 100, 200 s
+    found = run(TARGET, POLICIES["chunked"], workload.make(0), until_s=150)
+    assert (len(found.requests), found.window_s) == (2, pytest.approx(150))
 
 
 def test_what_is_not_done_in_time_is_counted():

@@ -16,6 +16,7 @@ from batchkit import (
     KVGeometry,
     OrcaScheduler,
     PagedAllocator,
+    RequestError,
     SamplingParams,
     SimulatedRunner,
     StaticScheduler,
@@ -120,6 +121,37 @@ def test_finished_rows_that_are_held_are_idle():
     assert (figures.num_steps, figures.num_rows, figures.num_idle_rows, figures.peak_rows) == (5, 10, 4, 2)
     assert figures.mean_rows == pytest.approx(6 / 5)
     assert figures.slot_use == pytest.approx(6 / 10)
+
+
+def test_samples_that_end_apart_reserve_what_each_will_fill():
+    # Two samples of 4 + 8 declared: one gives 2 tokens, the other 8. Both have 3 blocks of 4 from their first step on.
+    lengths = [2, 8]
+    clock = VirtualClock()
+    scheduler = OrcaScheduler(PagedAllocator(6, 4))
+    recorder = StepRecorder(scheduler, clock)
+    reports = []
+
+    def on_step(report):
+        recorder(report)
+        reports.append(report)
+
+    with engine_of(scheduler, clock, 6, on_step) as engine:
+        params = SamplingParams(max_tokens=8, n=2, stop_token_ids=(0,))
+        engine.add_request([1, 2, 3, 4], params, metadata={"output_tokens": lengths})
+        while engine.has_unfinished():
+            outputs = engine.step()
+    assert [sample.num_tokens for sample in outputs[-1].outputs] == lengths
+    assert sum(report.num_finished for report in reports) == 2
+    kv = recorder.figures().kv
+    assert kv.used + kv.reserved + kv.internal + kv.external + kv.free == pytest.approx(1)
+
+
+def test_lengths_are_one_for_each_sample():
+    clock = VirtualClock()
+    with engine_of(OrcaScheduler(PagedAllocator(6, 4)), clock, 6) as engine:
+        params = SamplingParams(max_tokens=8, n=2, stop_token_ids=(0,))
+        with pytest.raises(RequestError, match="has 2 samples, and 3 output lengths"):
+            engine.add_request([1, 2, 3, 4], params, metadata={"output_tokens": [1, 2, 3]})
 
 
 def test_blocks_that_are_free_but_apart_are_external():

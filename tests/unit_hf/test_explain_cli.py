@@ -130,11 +130,13 @@ def test_interrupted(folder, tmp_path, capsys, monkeypatch) -> None:
         (["--static-batch", "9"], "a100-40", 1, "static_batch must be between 1 and max_num_seqs (8), got 9"),
         (["--chunk-tokens", "7"], "a100-40", 1, "chunk_tokens must be at least max_num_seqs (8), got 7"),
         (["--requests", "none.jsonl"], "a100-40", 1, "none.jsonl"),
+        (["--requests", "none.jsonl", "--n", "3"], "a100-40", 1, "--n does not go with --requests"),
+        (["--max-model-len", "50000"], "a100-40", 1, "a sequence may have 50,000 tokens, and the model takes"),
     ],
 )
 def test_mistakes_are_said_in_one_line(more, device, code, said, folder, capsys) -> None:
     options = [option for option in SMALL if option not in ("--kv-sequences", "3")] if "--kv-tokens" in more else SMALL
-    options = [option for option in options if option not in ("--mean", "4")] if "--requests" in more else options
+    options = ["--seeds", "0,1"] if "--requests" in more else options
     command = ["explain", folder, "--device", device, *options, *BUDGETS, *more]
     try:
         found = cli.main(command)

@@ -17,9 +17,18 @@ from typing import Any
 from ..costs import DEVICES, ModelShape, RooflineCost
 from ..experiment.calibrate import Calibration
 from ..experiment.compare import Comparison, Goal, Run, compare
+from ..experiment.loads import facts as load_facts
+from ..experiment.plan import kv_budget
 from ..experiment.plots import latency_plot, throughput_plot
 from ..experiment.policies import Policy
-from ..experiment.tables import SUSTAINED, latency_table, missing_line, saturation_table, throughput_table
+from ..experiment.tables import (
+    SUSTAINED,
+    THROUGHPUT_LEGEND,
+    latency_table,
+    missing_line,
+    saturation_table,
+    throughput_table,
+)
 from ..experiment.targets import ModelTarget, SimulatedTarget, Target, longest_output, longest_sequence
 from .bench_loads import (
     chosen_policies,
@@ -36,7 +45,7 @@ from .faults import NotDone, loading, one_line, say, with_place
 from .inspect import versions
 from .options import DONE, INTERRUPTED
 
-__all__ = ["add_bench", "add_simulate", "shape_of", "target_of"]
+__all__ = ["add_bench", "add_simulate", "report_failures", "shape_of", "target_of", "warn_of_memory"]
 
 SATURATION = (
     "kept up: requests that end in the second half of the arrivals, as a share of those that arrive in it;\n"
@@ -86,6 +95,8 @@ def _variance(args: argparse.Namespace) -> int:
         cells.append(Cell(label=f"cap {cap}", value=cap, workload=workload, target=target, facts=facts))
     results, code = _play(args, head, cells, policies, lambda found: throughput_table(found, policies[0].name))
     found = {cell.value: results.found[cell.label] for cell in cells if results.found[cell.label].runs}
+    if found:
+        print(f"\n{THROUGHPUT_LEGEND}")
     if args.plot is not None and found:
         throughput_plot(args.plot, found, over="cap of the output lengths, tokens")
     return code
@@ -102,7 +113,7 @@ def _latency(args: argparse.Namespace) -> int:
     cells = []
     for rate, workload in workloads.items():
         facts = {**({} if rate is None else {"rate": rate}), "kv_tokens": budget, "max_model_len": length}
-        label = source_of(args) if rate is None else f"rate {rate:g}"
+        label = source_of(args) if rate is None else f"rate {rate!r}".removesuffix(".0")
         cells.append(Cell(label=label, value=rate or 0.0, workload=workload, target=target, facts=facts))
     goal = None
     if args.goal_ttft_s is not None or args.goal_tpot_s is not None:
@@ -158,7 +169,10 @@ def _simulated(args: argparse.Namespace) -> tuple[MakeTarget, dict[str, Any]]:
     except Exception as error:  # the libraries below raise whatever they like over a configuration
         raise NotDone(f"cannot read the model's configuration: {one_line(error)}") from None
     make = partial(SimulatedTarget, block_size=args.block_size, vocab_size=shape.vocab_size)
+    constants = {name: value for name in ("overhead_s", "efficiency") if (value := getattr(args, name)) is not None}
     if args.calibration is not None:
+        if constants:
+            raise NotDone(f"--{next(iter(constants)).replace('_', '-')} does not go with --calibration")
         try:
             known = Calibration.load(args.calibration)
         except ValueError as error:
@@ -170,9 +184,11 @@ def _simulated(args: argparse.Namespace) -> tuple[MakeTarget, dict[str, Any]]:
         )
         return partial(make, cost=known.cost), {"model": asdict(shape), "cost": asdict(known.cost)}
     device = DEVICES[args.device]
-    cost = RooflineCost.of(
-        shape, device, block_size=args.block_size, overhead_s=args.overhead_s, efficiency=args.efficiency
-    )
+    try:
+        fits = kv_budget(shape, device) // (shape.kv_bytes_per_token * args.block_size) * args.block_size
+    except ValueError as error:
+        raise NotDone(one_line(error)) from None
+    cost = RooflineCost.of(shape, device, block_size=args.block_size, **constants)
     print(f"SIMULATED: {shape.name} on {device.name}, by a cost model; nothing was measured")
     print(
         f"cost of a step: {1e3 * cost.overhead_s:g} ms\n"
@@ -181,9 +197,24 @@ def _simulated(args: argparse.Namespace) -> tuple[MakeTarget, dict[str, Any]]:
         f"    ({cost.bandwidth:.4g} bytes/s; {cost.efficiency:.0%} of {cost.flops:.4g} FLOP/s; "
         f"{shape.num_params:,} parameters)\n"
         f"  + {1e3 * shape.kv_bytes_per_token / cost.bandwidth:.4g} ms per token of context "
-        f"({shape.kv_bytes_per_token:,} KV bytes), and the arithmetic of attention"
+        f"({shape.kv_bytes_per_token:,} KV bytes), and the arithmetic of attention\n"
+        f"memory: {fits:,} KV tokens fit beside the weights; what a run has is said below, and --kv-tokens sets it"
     )
-    return partial(make, cost=cost), {"model": asdict(shape), "cost": asdict(cost)}
+    return partial(make, cost=cost), {"model": asdict(shape), "cost": asdict(cost), "kv_tokens_that_fit": fits}
+
+
+def warn_of_memory(head: dict[str, Any], label: str, budget: int) -> None:
+    """Say so if a device has less memory than is simulated."""
+    fits = head.get("kv_tokens_that_fit")
+    if fits is not None and budget > fits:
+        say(f"batchkit: {label}: {budget:,} KV tokens are simulated, and only {fits:,} fit on the device")
+
+
+def report_failures(run: Run, label: str) -> None:
+    """Say so if requests of a run failed: they are in none of its figures."""
+    if run.num_failed:
+        total = run.num_failed + run.num_unfinished + len(run.requests)
+        say(f"batchkit: {label}, {run.policy}, seed {run.seed}: {run.num_failed:,} of {total:,} requests failed")
 
 
 def _play(
@@ -203,6 +234,7 @@ def _play(
     """
     for cell in cells:
         _check_fit(cell, policies, args, head["model"]["max_model_len"])
+        warn_of_memory(head, cell.label, cell.facts["kv_tokens"])
     results = Results(
         args.json,
         {"command": f"{args.command} {args.experiment}", "settings": settings(args, policies), **head},
@@ -219,7 +251,8 @@ def _play(
     def show(cell: Cell) -> None:
         shown.append(cell)
         facts = ", ".join(f"{name} {value:,}".removesuffix(".0") for name, value in cell.facts.items())
-        print(f"\n{cell.workload.name}\n{facts}\n{table(results.found[cell.label])}", flush=True)
+        drawn = _drawn(cell, args.seeds)
+        print(f"\n{cell.workload.name}\n{drawn}\n{facts}\n{table(results.found[cell.label])}", flush=True)
 
     try:
         for cell in cells:
@@ -228,6 +261,7 @@ def _play(
             def on_run(run: Run, cell: Cell = cell) -> None:
                 results.add(cell, run)
                 bar.advance()
+                report_failures(run, cell.label)
 
             found = compare(
                 policies,
@@ -274,6 +308,15 @@ def _trace_folder(args: argparse.Namespace, cell: Cell) -> str | None:
     return folder
 
 
+def _drawn(cell: Cell, seeds: Sequence[int]) -> str:
+    """What a distribution came to: few requests may be far from their mean."""
+    loads = [load_facts(cell.workload.make(seed)) for seed in seeds]
+    means = [one.output_tokens / one.num_requests for one in loads]
+    each = "" if len(means) == 1 else f" ({min(means):.1f} to {max(means):.1f} by seed)"
+    longest = max(one.longest_output for one in loads)
+    return f"outputs that were drawn: {sum(means) / len(means):.1f} tokens in the mean{each}, {longest:,} at most"
+
+
 def _check_fit(cell: Cell, policies: Sequence[Policy], args: argparse.Namespace, limit: int) -> None:
     """Find out about sequences that fit neither the model nor the memory before the first run, not before the last."""
     budget, length = cell.facts["kv_tokens"], cell.facts["max_model_len"]
@@ -297,3 +340,5 @@ def _check_fit(cell: Cell, policies: Sequence[Policy], args: argparse.Namespace,
                 )
         except ValueError as error:
             raise NotDone(f"{cell.label}: {one_line(error)}") from None
+        except Exception as error:  # a policy may be the user's
+            raise NotDone(f"{cell.label}: {with_place(error)}") from None

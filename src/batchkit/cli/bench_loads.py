@@ -53,6 +53,8 @@ _DEFAULTS: dict[str, Any] = {
     "shared_prefix": 0,
 }
 _LENGTHS = {"prompt", "mean", "fixed", "original", "declared", "cap"}
+_LIMITS = ("max_num_seqs", "max_tokens_per_step")
+"""Arguments of every scheduler that a policy here may have of its own."""
 _GO_WITH: dict[str, set[str]] = {
     "rates": {*_LENGTHS, "n", "arrivals"},
     "requests": {"declared", "speed", "limit", "max_model_len"},
@@ -207,7 +209,9 @@ def chosen_policies(args: argparse.Namespace) -> list[Policy]:
             try_policy(spec)
         except ValueError as error:
             raise NotDone(str(error)) from None
-        policies.append(one_per_class(name, spec.policy, spec.arguments))
+        limits = {key: spec.arguments[key] for key in _LIMITS if key in spec.arguments}
+        rest = {key: value for key, value in spec.arguments.items() if key not in _LIMITS}
+        policies.append(replace(one_per_class(name, spec.policy, rest), **limits))
     twice = [one.name for number, one in enumerate(policies) if one.name in [two.name for two in policies[:number]]]
     if twice:
         raise NotDone(f"the policy {twice[0]} is named twice")

@@ -33,6 +33,12 @@ CALIBRATION = "the device that `batchkit calibrate` measured, in place of a pres
 LENGTHS: dict[str, Any] = {"n": 128, "prompt": (128, 128), "mean": 32.0}
 """What `add_lengths` has where nothing is said."""
 
+_ELSEWHERE = {
+    "allocator": "--allocator and --block-size",
+    "max_model_len": "the lengths of the requests",
+    "preemption": "a Target in Python",
+}
+
 OUTPUTS = ("json", "plot", "trace_folder")
 """Options that say where results go."""
 
@@ -100,12 +106,8 @@ def add_common(parser: argparse.ArgumentParser, *, simulated: bool) -> None:
         where = parser.add_mutually_exclusive_group(required=True)
         where.add_argument("--device", type=said(_device), metavar="PRESET", help=f"one of {', '.join(DEVICES)}")
         where.add_argument("--calibration", metavar="FILE", help=CALIBRATION)
-        parser.add_argument(
-            "--overhead-s", type=_seconds, default=0.002, metavar="S", help="what a step costs beyond; default: 0.002"
-        )
-        parser.add_argument(
-            "--efficiency", type=_share, default=0.6, metavar="P", help="part of the FLOP/s reached; default: 0.6"
-        )
+        parser.add_argument("--overhead-s", type=_seconds, metavar="S", help="what a step costs beyond; default: 0.002")
+        parser.add_argument("--efficiency", type=_share, metavar="P", help="part of the FLOP/s reached; default: 0.6")
     else:
         parser.add_argument("--device", help="such as cpu or cuda:0; default: the accelerator, if there is one")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and KV; default: the model's own")
@@ -219,7 +221,7 @@ def _policy(text: str) -> str:
 
 
 def _spec(text: str) -> tuple[str, Spec]:
-    return text, parse_policy(text)
+    return text, parse_policy(text, elsewhere=_ELSEWHERE)
 
 
 def token_range(text: str) -> tuple[int, int]:

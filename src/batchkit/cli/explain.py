@@ -18,7 +18,7 @@ from ..experiment.tables import missing_line, table
 from ..experiment.targets import Target, longest_output, longest_sequence
 from ..experiment.trace_files import read_requests
 from ..workload import WorkloadRecord
-from .bench import target_of
+from .bench import report_failures, target_of, warn_of_memory
 from .bench_loads import kv_tokens, longest_declared, variance_workload
 from .bench_options import CALIBRATION, LENGTHS, add_lengths, add_memory, seed_number, several
 from .bench_report import Bar, check_outputs, settings, write_json
@@ -90,7 +90,7 @@ def add_explain(commands: argparse._SubParsersAction[Any]) -> None:
     results.add_argument("--json", metavar="FILE", help="gets all figures")
     results.add_argument("--plot", metavar="FILE", help="gets a picture, of the kind that its ending says")
     # The target is made as for `simulate`, which has these as options.
-    parser.set_defaults(run=_explain, trace_folder=None, original=False, overhead_s=0.002, efficiency=0.6, **LENGTHS)
+    parser.set_defaults(run=_explain, trace_folder=None, original=False, overhead_s=None, efficiency=None)
 
 
 def _device(text: str) -> str:
@@ -112,6 +112,13 @@ def _declared(text: str) -> int | str:
 
 def _explain(args: argparse.Namespace) -> int:
     args.is_simulated = args.device in DEVICES or args.calibration is not None
+    for name, value in LENGTHS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+        elif args.requests is not None:
+            raise NotDone(f"--{name} does not go with --requests")
+    if args.cap is not None and args.requests is not None:
+        raise NotDone("--cap does not go with --requests")
     if args.cap is None:
         args.cap = 384 if args.fixed is None else args.fixed
     cases = list(_cases(args))
@@ -122,10 +129,14 @@ def _explain(args: argparse.Namespace) -> int:
     facts: dict[str, dict[str, int]] = {}
     targets: dict[str, Target] = {}
     length = max(longest for _, _, longest in cases)  # one for all, so that what is declared is all that differs
+    limit = head["model"]["max_model_len"]
+    if length > limit:
+        raise NotDone(f"a sequence may have {length:,} tokens, and the model takes {limit:,}")
     budget = kv_tokens(args, length)
     for label, workload, _ in cases:
         facts[label] = {"kv_tokens": budget, "max_model_len": length}
         _check_budget(args, workload, budget)
+        warn_of_memory(head, label, budget)
         targets[label] = make(kv_tokens=budget, max_model_len=length)
     _write(args.json, head, facts, found)
     interrupted = False
@@ -216,6 +227,7 @@ def _climb(args: argparse.Namespace, label: str, workload: Workload, target: Tar
 
     def on_run(run: Run) -> None:
         bar.advance()
+        report_failures(run, label)
 
     try:
         return climb(
@@ -257,7 +269,7 @@ def _print(label: str, facts: dict[str, int], ladder: Ladder) -> None:
         print(f"\norder {order}\n{_table(rungs)}")
         gain = ladder.gain(order)
         print("whole gain: unknown, runs are missing" if gain is None else f"whole gain: {_factor(gain)}")
-        for line in _within(rungs):
+        for line in _within(rungs, ladder.is_certain(order)):
             print(line)
     for line in _between_orders(ladder):
         print(line)
@@ -295,13 +307,15 @@ def _factor(factor: Factor) -> str:
     return f"{factor.mean:.3f} times{interval}"
 
 
-def _within(rungs: list[Rung]) -> Iterator[str]:
+def _within(rungs: list[Rung], is_certain: bool) -> Iterator[str]:
     """What one order shows."""
     known = [(rung.title, rung.factor) for rung in rungs if rung.factor is not None]
     if not known:
         return
     title, most = max(known, key=lambda one: one[1].mean)
-    if most.mean > 1:
+    if not is_certain:
+        yield "That cannot be told from no gain at all: how it is shared out says nothing."
+    elif most.mean > 1:
         yield f"Most comes from: {title}, {_factor(most)}."
     losing = [f"{title}, {_factor(factor)}" for title, factor in known if factor.mean < 1]
     if losing:

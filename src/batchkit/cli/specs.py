@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +36,7 @@ from ..schedulers import (
 )
 from .faults import with_place
 
-__all__ = ["SCHEDULERS", "Policy", "parse_policy", "try_policy"]
+__all__ = ["OPTIONS", "SCHEDULERS", "Policy", "parse_policy", "try_policy"]
 
 SCHEDULERS: dict[str, type[Scheduler]] = {
     "static": StaticScheduler,
@@ -56,7 +57,7 @@ SCHEDULERS: dict[str, type[Scheduler]] = {
 _BY_CLASS = {policy.__name__: policy for policy in SCHEDULERS.values()}
 
 # Arguments of every scheduler that have options of their own.
-_OPTIONS = {
+OPTIONS = {
     "allocator": "--num-kv-blocks and --block-size",
     "max_model_len": "--max-model-len",
     "max_num_seqs": "--max-num-seqs",
@@ -73,8 +74,12 @@ class Policy:
     arguments: dict[str, Any]
 
 
-def parse_policy(spec: str) -> Policy:
+def parse_policy(spec: str, *, elsewhere: Mapping[str, str] = OPTIONS) -> Policy:
     """The policy that a spec names.
+
+    Args:
+        spec: ``name`` or ``module:Class``, and ``,key=value`` for arguments.
+        elsewhere: arguments of every scheduler that may not be given here, and what gives them.
 
     Raises:
         ValueError: it names none, or an argument that the class does not take; the message says what there is.
@@ -97,9 +102,9 @@ def parse_policy(spec: str) -> Policy:
         key, equals, value = (text.strip() for text in part.partition("="))
         if not equals:
             raise ValueError(f"{part!r} is not key=value; {policy.__name__} takes {_takes(policy)}")
-        if key in _OPTIONS:
-            raise ValueError(f"{key} is not given here but by {_OPTIONS[key]}")
-        if key not in _keys(policy):
+        if key in elsewhere:
+            raise ValueError(f"{key} is not given here but by {elsewhere[key]}")
+        if key not in _keys(policy) and key not in OPTIONS:
             raise ValueError(f"{policy.__name__} takes no {key!r}; it takes {_takes(policy)}")
         if key in arguments:
             raise ValueError(f"{key} is given twice")
@@ -160,7 +165,7 @@ def _imported(path: str) -> type[Scheduler]:
 
 def _keys(policy: type[Scheduler]) -> list[str]:
     """The arguments of a class without those that have options of their own."""
-    return [name for name in argument_names(policy) if name not in _OPTIONS]
+    return [name for name in argument_names(policy) if name not in OPTIONS]
 
 
 def _takes(policy: type[Scheduler]) -> str:

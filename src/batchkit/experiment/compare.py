@@ -12,7 +12,7 @@ from typing import Any
 from ..metrics import Interval, Latency, StepFigures, interval_95, latency, percentile
 from ..types import StepReport
 from ..workload import play
-from .loads import Workload
+from .loads import Workload, turns
 from .policies import Policy
 from .targets import Load, Target
 
@@ -245,6 +245,11 @@ def run(
     """
     if not load:
         raise ValueError("a load needs at least one request")
+    if not 0 <= warm_up_s < math.inf:
+        raise ValueError(f"warm_up_s must be finite and at least 0 seconds, got {warm_up_s}")
+    if until_s is not None and not until_s > warm_up_s:
+        raise ValueError(f"until_s must be more than the warm-up of {warm_up_s:g} s, got {until_s}")
+    num_requests = sum(1 for _ in turns(load))
     served: list[Measured] = []
     arrivals: list[float] = []
     ends: list[float] = []
@@ -271,7 +276,9 @@ def run(
             else:
                 served.append(Measured(len(output.prompt_token_ids), output.outputs[0].num_tokens, latency(output)))
         steps = stage.recorder.figures()
-    if closes <= opens:
+    if until_s is not None and len(arrivals) < num_requests:  # time was up before they came
+        closes = max(closes, start + until_s)
+    if closes <= opens or not any(moment >= opens for moment in arrivals):
         raise ValueError(f"nothing arrived after the warm-up of {warm_up_s:g} s: the run took {closes - start:g} s")
     return Run(
         policy=policy.name,
@@ -338,7 +345,9 @@ def compare(
         for seed, policy in todo:
             if seed != made_for:
                 load, made_for = workload.make(seed), seed
-            trace = None if trace_folder is None else os.path.join(trace_folder, f"{policy.name}-{seed}.jsonl")
+            trace = None
+            if trace_folder is not None:
+                trace = os.path.join(trace_folder, f"{policy.name.replace('/', '_')}-{seed}.jsonl")
             runs.append(run(target, policy, load, seed=seed, warm_up_s=warm_up_s, until_s=until_s, trace=trace))
             if on_run is not None:
                 on_run(runs[-1])

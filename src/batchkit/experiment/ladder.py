@@ -248,7 +248,7 @@ class Rung:
         design: what runs now.
         figures: means over the loads, by the names in `SHOWN`; None if it was not run.
         factor: against the rung before; None of the first, or if one of the two was not run.
-        share: of the whole gain, by logarithms; they add up to 1. None if the whole gain is unknown, or 1.
+        share: of the whole gain, by logarithms; they add up to 1. None if the gain cannot be told from none.
         cumulative: against the first rung.
     """
 
@@ -280,10 +280,14 @@ class Ladder:
     changes: Mapping[str, tuple[str, ...]]
 
     def factor(self, after: Design, before: Design) -> Factor | None:
-        """Of both kinds of tokens per second; None if no load was played to both."""
+        """Of both kinds of tokens per second; None if no load was served by both."""
         speed = FIGURES["tokens_per_s"]
-        base = {run.seed: speed(run) for run in self.comparison.of(before.name)}
-        logs = [math.log(speed(run) / base[run.seed]) for run in self.comparison.of(after.name) if run.seed in base]
+        base = {run.seed: speed(run) for run in self.comparison.of(before.name) if speed(run)}
+        logs = [
+            math.log(speed(run) / base[run.seed])
+            for run in self.comparison.of(after.name)
+            if run.seed in base and speed(run)
+        ]
         if not logs:
             return None
         found = interval_95(logs)
@@ -296,11 +300,18 @@ class Ladder:
         designs = self.designs[order]
         return self.factor(designs[-1], designs[0])
 
+    def is_certain(self, order: str) -> bool:
+        """Whether there is a gain or a loss that can be told from none."""
+        gain = self.gain(order)
+        return gain is not None and (
+            gain.mean != 1 if gain.low is None or gain.high is None else not gain.low <= 1 <= gain.high
+        )
+
     def rungs(self, order: str) -> list[Rung]:
         """All rungs, those that were not run too."""
         designs = self.designs[order]
         gain = self.gain(order)
-        whole = math.log(gain.mean) if gain is not None else 0.0
+        whole = math.log(gain.mean) if gain is not None and self.is_certain(order) else 0.0
         known = set(self.comparison.policies)
         rungs = []
         for number, (change, design) in enumerate(zip((None, *self.changes[order]), designs, strict=True)):

@@ -111,12 +111,12 @@ def check_plot(path: str | os.PathLike[str]) -> None:
 
 def _figure(*, columns: int, rows: int) -> tuple[Any, Any]:
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib.backends.backend_agg
+        import matplotlib.figure
     except ModuleNotFoundError:
         raise NoPlots("a plot needs matplotlib: pip install 'batchkit[plots]'") from None
-    figure = Figure(figsize=(5.5 * columns + 1, 4.0 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = matplotlib.figure.Figure(figsize=(5.5 * columns + 1, 4.0 * rows), layout="constrained")
+    matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 

@@ -8,7 +8,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from ..metrics import Interval
 from .compare import PERCENTILES, Comparison, Goal, policy_ms_per_step
 
-__all__ = ["SUSTAINED", "latency_table", "missing_line", "saturation_table", "sustained", "table", "throughput_table"]
+__all__ = [
+    "SUSTAINED",
+    "THROUGHPUT_LEGEND",
+    "latency_table",
+    "missing_line",
+    "saturation_table",
+    "sustained",
+    "table",
+    "throughput_table",
+]
 
 LATENCIES = {"ttft": "TTFT s", "tpot": "TPOT s", "e2e": "e2e s", "normalised": "normalised s/token"}
 """Kinds of latency in tables and plots, by the start of their names in `FIGURES`."""
@@ -32,6 +41,14 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         return "  ".join([first, *others]).rstrip()
 
     return "\n".join(text(line) for line in lines)
+
+
+THROUGHPUT_LEGEND = """\
+both: prompt and generated tokens of requests that were served, per second; x: against the policy named, load by load,
+± 95 % over the seeds; rows: that do something, in the mean over steps; slots: those as a share of the most rows that
+any step of this run had; KV: shares of the memory over time: used, reserved for tokens to come, internal: the rest of
+what is held, external: free and enough for who waits, but not side by side; policy ms: in the policy, per step"""
+"""What the columns of `throughput_table` are."""
 
 
 def throughput_table(found: Comparison, baseline: str) -> str:
