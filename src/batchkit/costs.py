@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -225,6 +226,9 @@ class MeasuredCost(StepCost):
         seconds: at the points.
         context_s: for each token of all contexts.
         pair_s: for each pair; see `attended`.
+
+    Raises:
+        ValueError: the points are no curve, or a number of seconds is not finite, or below 0.
     """
 
     tokens: tuple[int, ...]
@@ -239,6 +243,9 @@ class MeasuredCost(StepCost):
                 f"a curve needs at least two points in ascending order, got tokens {self.tokens} and "
                 f"{len(self.seconds)} times"
             )
+        for value in (*self.tokens, *self.seconds, self.context_s, self.pair_s):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"tokens and seconds of a cost must be finite and at least 0, got {value}")
 
     def curve(self, num_tokens: int) -> float:
         """Seconds of a step of so many tokens, contexts apart. Beyond its ends it goes on as straight."""

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from batchkit import ChunkedPrefillScheduler, RooflineCost, RowResult, SamplerOutput, SimulatedRunner, WorkloadRecord
 from batchkit.cli import main
 from batchkit.costs import MeasuredCost
-from batchkit.experiment.calibrate import Calibration, Observation, calibrate, fit, observations, predict
+from batchkit.experiment.calibrate import Calibration, FitError, Observation, calibrate, fit, observations, predict
 from batchkit.experiment.compare import run
 from batchkit.experiment.policies import Policy
 from batchkit.experiment.targets import SimulatedTarget
@@ -268,9 +268,48 @@ def test_a_fit_that_cannot_be_kept_is_printed(traces, tmp_path, monkeypatch, cap
     assert "held out:" in shown.out
 
 
-@pytest.mark.parametrize("text", ["[]", "{", '{"kind": "calibration", "version": 99}', '{"kind": "other"}'])
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{", '{"kind": "calibration", "version": 99}', '{"kind": "other"}', pytest.param("[" * 100_000, id="deep")],
+)
 def test_what_is_no_calibration_is_refused(tmp_path, text):
     path = tmp_path / "x.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match="is no calibration of version 1"):
+        Calibration.load(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("about", ["cpu"]),
+        ("held_out.measured_s", 0),
+        ("held_out.measured_s", "long"),
+        ("held_out.measured_s", float("nan")),
+        ("held_out.predicted_s", float("inf")),
+        ("fitted.num_steps", 0),
+        ("fitted.mean_step_error", -0.1),
+        ("fitted", {}),
+        ("cost.seconds", [0.1, float("nan")]),
+        ("cost.seconds", [0.1, "0.2"]),
+        ("cost.seconds", 0.1),
+        ("cost.tokens", ["1", "8"]),
+        ("cost.tokens", [1]),
+        ("cost.context_s", None),
+        ("cost.pair_s", -1),
+        ("cost.more", 1),
+    ],
+)
+def test_a_calibration_with_a_value_that_cannot_be_is_refused(tmp_path, place, value):
+    path = tmp_path / "x.json"
+    error = FitError(num_steps=9, measured_s=2.0, predicted_s=2.1, mean_step_error=0.1)
+    cost = MeasuredCost(tokens=(1, 8), seconds=(0.1, 0.2))
+    right = Calibration(cost=cost, fitted=error, held_out=error, about={"device": "cpu"})
+    right.save(path)
+    assert Calibration.load(path) == right
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    within, _, name = place.rpartition(".")
+    (raw[within] if within else raw)[name] = value
+    path.write_text(json.dumps(raw), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"x\.json is no calibration of version 1 \(\w+Error: "):
         Calibration.load(path)

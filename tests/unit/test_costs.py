@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from batchkit import BlockCopy, KVGeometry, ModelShape, RooflineCost, SimulatedRunner, StepCost, VirtualClock
-from batchkit.costs import DEVICES
+from batchkit.costs import DEVICES, MeasuredCost
 from batchkit.types import Request, SamplingParams, ScheduledSequence, SchedulerOutput
 
 SHAPE = ModelShape(
@@ -105,3 +107,12 @@ def test_the_presets_are_the_data_sheets():
         "h100": (80, 3350, 989),
         "h200": (141, 4800, 989),
     }
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -0.001])
+@pytest.mark.parametrize("name", ["seconds", "context_s", "pair_s"])
+def test_measured_seconds_are_finite_and_not_negative(name, wrong):
+    right = {"tokens": (1, 8), "seconds": (0.0, 0.5), "context_s": 0.0, "pair_s": 1e-9}
+    assert MeasuredCost(**right).curve(8) == 0.5
+    with pytest.raises(ValueError, match=f"finite and at least 0, got {wrong}"):
+        MeasuredCost(**{**right, name: (0.0, wrong) if name == "seconds" else wrong})

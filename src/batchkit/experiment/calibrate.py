@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -51,12 +51,22 @@ class FitError:
         num_steps: how many.
         measured_s, predicted_s: their sums, in seconds.
         mean_step_error: mean over the steps of the error's share of what was measured.
+
+    Raises:
+        ValueError: one is not finite, or below 0; or nothing was measured.
     """
 
     num_steps: int
     measured_s: float
     predicted_s: float
     mean_step_error: float
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not 0 <= (value := getattr(self, field.name)) < math.inf:
+                raise ValueError(f"{field.name} must be finite and at least 0, got {value}")
+        if not self.num_steps or not self.measured_s:
+            raise ValueError(f"nothing was measured: {self.num_steps} steps of {self.measured_s} s")
 
     @property
     def total_error(self) -> float:
@@ -99,6 +109,8 @@ class Calibration:
                 raw = json.load(file)
                 if raw["kind"] != "calibration" or raw["version"] != VERSION:
                     raise ValueError("another version")
+                if not isinstance(raw["about"], dict):
+                    raise ValueError(f"about must be an object, got {raw['about']!r}")
                 cost = raw["cost"]
                 return cls(
                     cost=MeasuredCost(
@@ -108,7 +120,7 @@ class Calibration:
                     held_out=FitError(**raw["held_out"]),
                     about=raw["about"],
                 )
-            except (ValueError, TypeError, KeyError) as error:
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
                 raise ValueError(
                     f"{os.fspath(path)} is no calibration of version {VERSION} ({type(error).__name__}: {error})"
                 ) from None
