@@ -245,11 +245,13 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     with open(path, encoding="utf-8") as file:
         for number, text in enumerate(file, 1):
             if not text.endswith("\n"):
+                if engine is None:
+                    raise ValueError(f"{os.fspath(path)} is no trace: its first line has no end")
                 break
             try:
                 line = json.loads(text)
                 kind = line["kind"]
-            except (ValueError, TypeError, KeyError):
+            except (ValueError, TypeError, KeyError, RecursionError):
                 raise ValueError(f"{os.fspath(path)}, line {number}: this is no line of a trace") from None
             if engine is None:
                 if kind != "engine" or line.get("version") != VERSION:

@@ -123,3 +123,57 @@ def test_show_overwrites_no_trace(trace: Path, capsys, monkeypatch) -> None:
         (line,) = capsys.readouterr().err.splitlines()
         assert "would be overwritten" in line or "cannot be" in line
         assert {path: path.read_bytes() for path in Path().iterdir()} == before
+
+
+def test_characters_that_no_file_can_hold(trace: Path, capsys, monkeypatch) -> None:
+    monkeypatch.chdir(trace.parent)
+    odd = "run-\udcff.jsonl"
+    try:
+        Path(odd).write_text(trace.read_text().replace('"request":"A"', '"request":"\\udcff"'))
+    except (OSError, UnicodeError):
+        pytest.skip("this system has no such file names")
+    assert cli.main(["show", odd, "--text"]) == 0
+    out = capsys.readouterr().out
+    assert "run-\\udcff.jsonl" in out and "\n  \\udcff  " in out.replace("   ", "")
+    assert cli.main(["show", odd, "-o", "odd.html", "--perfetto", "odd.json"]) == 0
+    assert "run-\\udcff.jsonl" in Path("odd.html").read_text(encoding="utf-8")
+    lines = Path(odd).read_text().splitlines(keepends=True)
+    lines[3] = lines[3].replace('"tokens":1', '"tokens":2', 1)
+    Path(odd).write_text("".join(lines))
+    assert cli.main(["replay", odd]) == 0
+    assert "\\udcff [" in capsys.readouterr().out
+
+
+STATS = ["scheduler", "allocator", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_tokens_per_step"]
+STEP = [
+    "step", "time", "added", "ended", "rows", "preempted", "copies", "waiting", "running", "used_blocks", "kv_tokens",
+    "new_tokens", "schedule_s", "execute_s", "sample_s", "error",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["show", "replay"])
+@pytest.mark.parametrize(
+    ("number", "place", "names"),
+    [
+        (1, lambda line: line, ["time", "stats"]),
+        (1, lambda line: line["stats"], STATS),
+        (2, lambda line: line, STEP),
+        (2, lambda line: line["rows"][0], ["request", "seq", "start", "tokens"]),
+        (2, lambda line: line["added"][0], ["request", "arrival", "prompt_tokens", "max_tokens", "priority", "n"]),
+    ],
+)
+def test_a_field_that_is_missing_or_of_another_kind(command, number, place, names, trace: Path, capsys) -> None:
+    whole = trace.read_text().splitlines()
+
+    def said(change) -> str:
+        line = json.loads(whole[number - 1])
+        change(place(line))
+        trace.write_text("\n".join([*whole[: number - 1], json.dumps(line), *whole[number:]]) + "\n")
+        assert cli.main([command, str(trace)]) == 1
+        (message,) = capsys.readouterr().err.splitlines()
+        return message
+
+    for name in names:
+        assert f"line {number}: " in (message := said(lambda part: part.pop(name))) and repr(name) in message  # noqa: B023
+        if name not in ("seq", "stats"):
+            assert f"line {number}: " in said(lambda part: part.update({name: {"a": 1}}))  # noqa: B023

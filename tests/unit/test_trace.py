@@ -308,6 +308,8 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(tmp_path: Path, caplog: p
     ("text", "message"),
     [
         ("", "it is empty"),
+        ('{"a": 1}', "its first line has no end"),
+        ("[" * 100_000 + "\n", "line 1: this is no line of a trace"),
         ("not json\n", "line 1: this is no line of a trace"),
         ('{"kind": "engine", "version": 99}\n', "no trace of version 1: .* version 99"),
         ('{"kind": "step"}\n', "its first line has kind 'step'"),

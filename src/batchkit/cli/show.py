@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from typing import Any
 
 from ..show import Replayed, View, chrome_trace, drawing, page, view
 from ..show import replay as play_again
-from ..show.model import cut, figure_rows
+from ..show.model import cut, figure_rows, stats_of
 from ..trace import Trace, read_trace
 from .faults import NotDone, one_line, say, with_place
 from .options import DONE
@@ -101,7 +102,7 @@ def _show(args: argparse.Namespace) -> int:
     views = [_view(path, args.steps) for path in args.traces]
     if args.text:
         width = shutil.get_terminal_size((100, 24)).columns
-        print("\n\n".join(drawing(one, width=width) for one in views))
+        _print("\n\n".join(drawing(one, width=width) for one in views))
     if args.perfetto is not None:
         _write(args.perfetto, json.dumps(chrome_trace(views), separators=(",", ":")) + "\n")
     if output is not None:
@@ -129,9 +130,15 @@ def _view(path: str, bounds: tuple[int | None, int | None] | None) -> View:
         raise NotDone(one_line(error)) from None
 
 
+def _print(text: str) -> None:
+    """Print what may have ids and file names in it, with characters that the terminal's encoding lacks."""
+    encoding = sys.stdout.encoding
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
+
+
 def _write(path: str, text: str) -> None:
     try:
-        with open(path, "w", encoding="utf-8", newline="\n") as file:
+        with open(path, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.write(text)
     except OSError as error:
         raise NotDone(f"{path or 'a file without a name'} cannot be written: {error.strerror}") from None
@@ -141,7 +148,10 @@ def _write(path: str, text: str) -> None:
 def _replay(args: argparse.Namespace) -> int:
     trace = _read(args.trace)
     _check_is_no_trace(args.output, [args.trace])
-    recorded_name = str(trace.engine.get("stats", {}).get("scheduler"))
+    try:
+        recorded_name = stats_of(trace, args.trace)["scheduler"]
+    except ValueError as error:
+        raise NotDone(one_line(error)) from None
     policy = args.scheduler or _recorded(recorded_name)
     is_another = policy.policy.__name__ != recorded_name
     try:
@@ -185,8 +195,8 @@ def _report(result: Replayed, name: str, is_another: bool) -> None:
         print(f"{name}: the same decisions in all {len(recorded.steps):,} steps")
     else:
         print(f"{name}: the same decisions up to step {result.difference.step}, where the first difference is")
-        print(f"  recorded: {result.difference.recorded or 'no such step'}")
-        print(f"  replayed: {result.difference.replayed or 'no such step'}")
+        _print(f"  recorded: {result.difference.recorded or 'no such step'}")
+        _print(f"  replayed: {result.difference.replayed or 'no such step'}")
         print("  (a trace holds no arguments of the policy, deadlines, length hints or metadata)")
     print()
     print(f"{'':<14}{'recorded':>18}{'replayed':>18}")

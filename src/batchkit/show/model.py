@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from types import NoneType
 from typing import Any, Literal, get_args
 
 from ..trace import Trace, TracedRequest
@@ -20,6 +21,7 @@ __all__ = [
     "View",
     "cut",
     "figure_rows",
+    "stats_of",
     "step_seconds",
     "view",
 ]
@@ -283,6 +285,23 @@ class Names:
         return lane
 
 
+def stats_of(trace: Trace, name: str) -> Mapping[str, Any]:
+    """The engine's values, checked; `name` is the file's.
+
+    Raises:
+        ValueError: one is missing, or no such value.
+    """
+    try:
+        _check_fields(trace.engine, _ENGINE)
+        stats: Mapping[str, Any] = trace.engine["stats"]
+        _check_fields(stats, _STATS)
+        if stats["num_blocks"] < 1 or stats["block_size"] < 1:
+            raise ValueError(f"{stats['num_blocks']} blocks of {stats['block_size']} tokens")
+    except ValueError as error:
+        raise ValueError(f"{name}, line 1: {error}") from None
+    return stats
+
+
 def view(trace: Trace, name: str) -> View:
     """What to draw of a trace.
 
@@ -297,19 +316,22 @@ def view(trace: Trace, name: str) -> View:
     steps: list[StepView] = []
     names = Names(trace)
     books = _Books(names, lanes)
-    try:
-        pool = trace.engine["stats"]["num_blocks"] * trace.engine["stats"]["block_size"]
-        trace.engine["stats"]["scheduler"]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{name}, line 1: this is no line of a trace: {error!r}") from None
+    stats = stats_of(trace, name)
+    block_size = stats["block_size"]
+    pool = stats["num_blocks"] * block_size
     for number, line in enumerate(trace.steps, 2):
         try:
+            _check_fields(line, _STEP)
+            for added in line["added"]:
+                _check_fields(added, _ADDED)
+            for end in line["ended"]:
+                _check_fields(end, _ENDED)
             if line["step"] != trace.steps[0]["step"] + number - 2:
                 raise ValueError(f"step {line['step']} is out of order")
             lanes += [Lane(added["request"], added) for added in line["added"]]
             ended = names.take(line)
-            for lane, end in ended:
-                lanes[lane].ended = end
+            for lane, its_end in ended:
+                lanes[lane].ended = its_end
             books.step(line, {lane for lane, _ in ended})
         except ValueError as error:
             raise ValueError(f"{name}, line {number}: {error}") from None
@@ -317,12 +339,7 @@ def view(trace: Trace, name: str) -> View:
             raise ValueError(f"{name}, line {number}: the field {error} is missing") from None
         except TypeError as error:
             raise ValueError(f"{name}, line {number}: this is no line of a trace: {error}") from None
-    try:
-        seconds = step_seconds(trace)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{name}: a step lacks a time: {error!r}") from None
-    block_size = trace.engine["stats"]["block_size"]
-    for line, took in zip(trace.steps, seconds, strict=True):
+    for line, took in zip(trace.steps, step_seconds(trace), strict=True):
         held = line["used_blocks"] * block_size
         used = max(0, min(line["kv_tokens"], held))
         rows = line["rows"]
@@ -347,12 +364,38 @@ def view(trace: Trace, name: str) -> View:
         _tell_held_from_paused(lane)
     return View(
         name=name,
-        stats=trace.engine["stats"],
+        stats=stats,
         lanes=tuple(lanes),
         steps=tuple(steps),
         figures=_figures(lanes, steps),
         complete=trace.complete,
     )
+
+
+_NUMBER = (int, float)
+# What is read of each line, and what it has to be; of rows it shows.
+_ENGINE = {"time": _NUMBER, "stats": dict}
+_STATS = {
+    "scheduler": str, "allocator": str, "num_blocks": int, "block_size": int, "max_model_len": int,
+    "max_num_seqs": int, "max_tokens_per_step": int,
+}  # fmt: skip
+_STEP = {
+    "step": int, "time": _NUMBER, "added": list, "ended": list, "rows": list, "preempted": list, "copies": list,
+    "waiting": int, "running": int, "used_blocks": int, "kv_tokens": int, "new_tokens": int, "schedule_s": _NUMBER,
+    "execute_s": _NUMBER, "sample_s": _NUMBER, "error": (str, NoneType),
+}  # fmt: skip
+_ADDED = {
+    "request": str, "arrival": _NUMBER, "prompt_tokens": int, "max_tokens": int, "priority": _NUMBER, "n": int,
+}  # fmt: skip
+_ENDED = {"request": str, "finished": _NUMBER}
+
+
+def _check_fields(part: Mapping[str, Any], kinds: Mapping[str, type | tuple[type, ...]]) -> None:
+    for field_name, kind in kinds.items():
+        if field_name not in part:
+            raise ValueError(f"the field {field_name!r} is missing")
+        if not isinstance(part[field_name], kind):
+            raise ValueError(f"the field {field_name!r} cannot be {part[field_name]!r:.40}")
 
 
 class _Books:
@@ -380,7 +423,7 @@ class _Books:
             for row in own:
                 if "blocks" in row:
                     tables[row["seq"]] = row["blocks_from"] + len(row["blocks"])
-                if row.get("samples") and not line.get("error"):
+                if row.get("samples") and not line["error"]:
                     sample = row.get("sample", 0)
                     lane.sampled[sample] = lane.sampled.get(sample, 0) + 1
             tokens = sum(row["tokens"] for row in own)
