@@ -156,6 +156,16 @@ def test_what_cannot_be_replayed_is_said(tmp_path, capsys) -> None:
             cached.step()
     run(cached)
     refused("found 8 tokens in the prefix cache")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:7]))  # the program died while the second one ran
+    refused("line 6: a row of request 'request-2' starts at token 8, not at 0, as if from the prefix cache")
+
+    squeezed = engine(path, prefix_caching=True, num_blocks=6)
+    for number in range(3):
+        ask(squeezed, 4 + number, 12, 12)
+    run(squeezed)
+    assert all(one.timings.cached_tokens == 0 for one in read_trace(path).requests)  # found again, after a preemption
+    refused("as if from the prefix cache")
 
     swapping = engine(path, num_blocks=6, host_blocks=12)
     for _ in range(3):

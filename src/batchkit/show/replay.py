@@ -29,6 +29,9 @@ from .model import Names, View, step_seconds, view
 __all__ = ["Difference", "LineCost", "Replayed", "fit_line", "replay"]
 
 
+_Decision = tuple[tuple[tuple[Any, ...], ...], tuple[int, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class LineCost:
     """Seconds of a step as a line over its tokens: ``fixed_s + token_s x tokens``."""
@@ -124,7 +127,8 @@ def _lengths(trace: Trace, recorded: View) -> list[list[int]]:
             raise ValueError(
                 f"{where}: a sequence was swapped to host memory, whose size is not in the trace: it cannot be replayed"
             )
-    held = {(lane, sample) for rows, _ in _decisions(trace) for lane, sample, _, _, idle in rows if idle}
+    decisions = _decisions(trace)
+    held = {(lane, sample) for rows, _ in decisions for lane, sample, _, _, idle in rows if idle}
     lengths = []
     for number, lane in enumerate(recorded.lanes):
         ended = lane.ended
@@ -141,7 +145,30 @@ def _lengths(trace: Trace, recorded: View) -> list[list[int]]:
                 for sample in range(lane.added["n"])
             ]
         )
+    _refuse_found_tokens(decisions, recorded)
     return lengths
+
+
+def _refuse_found_tokens(decisions: Sequence[_Decision], recorded: View) -> None:
+    """A request of one sample goes on where its last row ended, or begins at 0, unless it found KV in the cache.
+
+    What it found again after a preemption is not in its timings, nor are there any of one that has not ended.
+    """
+    ends: dict[int, int] = {}  # by lane
+    for number, (rows, preempted) in enumerate(decisions, 2):
+        for lane in preempted:
+            ends.pop(lane, None)
+        for lane, _, start, tokens, idle in rows:
+            added = recorded.lanes[lane].added
+            if added["n"] > 1 or idle:
+                continue
+            if start != (known := ends.get(lane, 0)):
+                raise ValueError(
+                    f"{recorded.name}, line {number}: a row of request {added['request']!r} starts at token {start}, "
+                    f"not at {known}, as if from the prefix cache; prompts are not in a trace, so that it cannot be "
+                    f"replayed"
+                )
+            ends[lane] = start + tokens
 
 
 class _Run:
@@ -269,9 +296,6 @@ def _first_difference(recorded: Trace, replayed: Trace) -> Difference | None:
         if one != two:
             return Difference(at + 1, one and _in_words(one, recorded), two and _in_words(two, recorded))
     return None
-
-
-_Decision = tuple[tuple[tuple[Any, ...], ...], tuple[int, ...]]
 
 
 def _decisions(trace: Trace) -> list[_Decision]:
