@@ -21,6 +21,7 @@ from typing import Any
 
 from batchkit import cli
 from batchkit.experiment.calibrate import Calibration, calibrate
+from batchkit.experiment.policies import POLICIES
 from batchkit.trace import Trace, read_trace
 
 Place = tuple[str, str, int]
@@ -44,8 +45,8 @@ def error(row: dict[str, Any], name: str) -> float:
 
 def options(settings: dict[str, Any], policies: Iterable[str]) -> list[str]:
     """The same experiment, as options of ``batchkit simulate variance``."""
-    names = ["n", "mean", "fixed", "kv_tokens", "kv_sequences", "block_size", "declared", "dtype"]
-    if settings["fixed"] is not None:
+    names = ["n", "mean", "fixed", "kv_tokens", "kv_sequences", "block_size", "allocator", "declared", "dtype"]
+    if settings["fixed"] is not None or settings["original"]:
         names.remove("mean")
     if settings["kv_tokens"] is not None:
         names.remove("kv_sequences")
@@ -55,7 +56,25 @@ def options(settings: dict[str, Any], policies: Iterable[str]) -> list[str]:
         "prompt": ":".join(map(str, settings["prompt"])),
         **{name: ",".join(map(str, values)) for name, values in lists.items()},
     }
-    return [text for name, value in given.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    texts = [text for name, value in given.items() for text in ("--" + name.replace("_", "-"), str(value))]
+    return [*texts, *(["--original"] if settings["original"] else [])]
+
+
+def measurement(path: Path) -> dict[str, Any]:
+    """What was measured, if it can be predicted: of ``bench variance``, with policies that a name makes again."""
+    try:
+        experiment = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as fault:
+        sys.exit(f"{path} cannot be read: {fault}")
+    command = experiment.get("command") if isinstance(experiment, dict) else None
+    if command != "bench variance":
+        sys.exit(f"{path} must be of bench variance, and its command is {command!r}")
+    policies = {run["policy"] for cell in experiment["cells"] for run in cell["runs"]}
+    if strangers := sorted(policies - POLICIES.keys()):
+        sys.exit(f"{path} has {', '.join(strangers)}: only policies of --policies are simulated, {', '.join(POLICIES)}")
+    if len(policies) < 2:
+        sys.exit(f"{path} has {len(policies)} policy: a fit that saw none of a policy's steps needs another policy's")
+    return experiment
 
 
 def simulated(settings: dict[str, Any], found: Calibration, policies: Iterable[str]) -> dict[Place, float]:
@@ -79,7 +98,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="gets the figures")
     parser.add_argument("--calibration", type=Path, help="gets the cost model that is fitted to all traces")
     args = parser.parse_args()
-    experiment = json.loads(args.measured.read_text(encoding="utf-8"))
+    experiment = measurement(args.measured)
     settings, measured = experiment["settings"], wall_times(experiment)
     traces: dict[Place, Trace] = {
         place: read_trace(args.traces / place[0].replace(" ", "-") / f"{place[1]}-{place[2]}.jsonl")
