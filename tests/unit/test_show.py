@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from batchkit import cli
+from batchkit import (
+    Engine,
+    KVGeometry,
+    PagedAllocator,
+    PagedScheduler,
+    SamplingParams,
+    SimulatedRunner,
+    TrueLengths,
+    cli,
+)
 from batchkit.show import View, chrome_trace, drawing, page, view
 from batchkit.trace import read_trace
 
@@ -142,6 +151,43 @@ def test_characters_that_no_file_can_hold(trace: Path, capsys, monkeypatch) -> N
     Path(odd).write_text("".join(lines))
     assert cli.main(["replay", odd]) == 0
     assert "\\udcff [" in capsys.readouterr().out
+
+
+def test_a_full_pool_is_not_less_than_empty(trace: Path, capsys) -> None:
+    first, *steps, end = (json.loads(line) for line in trace.read_text().splitlines())
+    first["stats"]["num_blocks"] = 25
+    steps = [{**step, "used_blocks": 25, "kv_tokens": at} for at, step in enumerate(steps)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in (first, *steps, end)))
+    for some in ([], *(["--steps", f"{at}:{at}"] for at in range(1, len(steps) + 1))):
+        assert cli.main(["show", str(trace), "--text", *some]) == 0
+        assert "KV free 0.0%" in capsys.readouterr().out
+
+
+def test_who_was_aborted_before_a_step_did_not_end_it(trace: Path) -> None:
+    before = seen(trace).steps
+    *lines, last, end = trace.read_text().splitlines()
+    step = json.loads(last)
+    step["added"].append(dict(json.loads(lines[1])["added"][0], request="late"))
+    step["ended"] = [{**step["ended"][0], "request": "late", "reason": "abort", "finished": step["time"]}]
+    step.update(schedule_s=1.0, execute_s=2.0, sample_s=4.0)
+    trace.write_text("\n".join([*lines, json.dumps(step), end]) + "\n")
+    assert [step.seconds for step in seen(trace).steps] == [
+        *(step.seconds for step in before[:-1]), pytest.approx(7.0),
+    ]  # fmt: skip
+
+
+def test_a_sample_that_has_ended_has_no_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    geometry = KVGeometry(num_blocks=24, block_size=4, max_model_len=32, vocab_size=100)
+    scheduler = PagedScheduler(PagedAllocator(24, 4))
+    with Engine(TrueLengths(SimulatedRunner(geometry)), scheduler, trace=path) as engine:
+        params = SamplingParams(max_tokens=16, n=3, stop_token_ids=(0,))
+        engine.add_request(range(1, 5), params, metadata={"output_tokens": [2, 9, 16]})
+        while engine.has_unfinished():
+            engine.step()
+    (lane,) = seen(path).lanes
+    used = [line["used_blocks"] for line in read_trace(path).steps]
+    assert [span.blocks for span in lane.spans for _ in range(span.first, span.last + 1)] == used  # none is shared
 
 
 STATS = ["scheduler", "allocator", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_tokens_per_step"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import NoneType
 from typing import Any, Literal, get_args
@@ -213,7 +214,8 @@ def step_seconds(trace: Trace) -> list[float]:
     steps = trace.steps
     seconds = []
     for step, after in zip(steps, (*steps[1:], None), strict=True):
-        ends = [ended["finished"] for ended in step["ended"]]
+        # Who was aborted before the step ended no step.
+        ends = [ended["finished"] for ended in step["ended"] if ended["finished"] > step["time"]]
         if after is not None and step["running"]:
             until = after["time"]
         elif ends:
@@ -291,14 +293,12 @@ def stats_of(trace: Trace, name: str) -> Mapping[str, Any]:
     Raises:
         ValueError: one is missing, or no such value.
     """
-    try:
+    with _faults_of(name, 1):
         _check_fields(trace.engine, _ENGINE)
         stats: Mapping[str, Any] = trace.engine["stats"]
         _check_fields(stats, _STATS)
         if stats["num_blocks"] < 1 or stats["block_size"] < 1:
             raise ValueError(f"{stats['num_blocks']} blocks of {stats['block_size']} tokens")
-    except ValueError as error:
-        raise ValueError(f"{name}, line 1: {error}") from None
     return stats
 
 
@@ -315,30 +315,25 @@ def view(trace: Trace, name: str) -> View:
     lanes: list[Lane] = []
     steps: list[StepView] = []
     names = Names(trace)
-    books = _Books(names, lanes)
     stats = stats_of(trace, name)
     block_size = stats["block_size"]
     pool = stats["num_blocks"] * block_size
+    last_rows: dict[int, int] = {}  # by sequence, the step
     for number, line in enumerate(trace.steps, 2):
-        try:
-            _check_fields(line, _STEP)
-            for added in line["added"]:
-                _check_fields(added, _ADDED)
-            for end in line["ended"]:
-                _check_fields(end, _ENDED)
+        with _faults_of(name, number):
+            _check_step(line)
             if line["step"] != trace.steps[0]["step"] + number - 2:
                 raise ValueError(f"step {line['step']} is out of order")
+            for row in line["rows"]:
+                last_rows[row["seq"]] = line["step"]
+    books = _Books(names, lanes, last_rows)
+    for number, line in enumerate(trace.steps, 2):
+        with _faults_of(name, number):
             lanes += [Lane(added["request"], added) for added in line["added"]]
             ended = names.take(line)
-            for lane, its_end in ended:
-                lanes[lane].ended = its_end
+            for lane, end in ended:
+                lanes[lane].ended = end
             books.step(line, {lane for lane, _ in ended})
-        except ValueError as error:
-            raise ValueError(f"{name}, line {number}: {error}") from None
-        except KeyError as error:
-            raise ValueError(f"{name}, line {number}: the field {error} is missing") from None
-        except TypeError as error:
-            raise ValueError(f"{name}, line {number}: this is no line of a trace: {error}") from None
     for line, took in zip(trace.steps, step_seconds(trace), strict=True):
         held = line["used_blocks"] * block_size
         used = max(0, min(line["kv_tokens"], held))
@@ -398,12 +393,34 @@ def _check_fields(part: Mapping[str, Any], kinds: Mapping[str, type | tuple[type
             raise ValueError(f"the field {field_name!r} cannot be {part[field_name]!r:.40}")
 
 
+def _check_step(line: Mapping[str, Any]) -> None:
+    _check_fields(line, _STEP)
+    for added in line["added"]:
+        _check_fields(added, _ADDED)
+    for ended in line["ended"]:
+        _check_fields(ended, _ENDED)
+
+
+@contextmanager
+def _faults_of(name: str, number: int) -> Iterator[None]:
+    """What is wrong with a line is said with its number."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}, line {number}: {error}") from None
+    except KeyError as error:
+        raise ValueError(f"{name}, line {number}: the field {error} is missing") from None
+    except TypeError as error:
+        raise ValueError(f"{name}, line {number}: this is no line of a trace: {error}") from None
+
+
 class _Books:
     """What is known of the sequences between one line and the next."""
 
-    def __init__(self, names: Names, lanes: Sequence[Lane]) -> None:
+    def __init__(self, names: Names, lanes: Sequence[Lane], last_rows: Mapping[int, int]) -> None:
         self._names = names
         self._lanes = lanes
+        self._last_rows = last_rows  # by sequence, the step
         self._blocks: dict[int, dict[int, int]] = {}  # length of each table, by lane and sequence
         self._preempted: set[int] = set()
 
@@ -426,6 +443,9 @@ class _Books:
                 if row.get("samples") and not line["error"]:
                     sample = row.get("sample", 0)
                     lane.sampled[sample] = lane.sampled.get(sample, 0) + 1
+            if lane.added["n"] > 1:  # a sample that has had its last row has left, and its blocks are another's
+                for seq in [seq for seq in tables if self._last_rows[seq] < line["step"]]:
+                    del tables[seq]
             tokens = sum(row["tokens"] for row in own)
             lane.put(_state(own, lane.added["prompt_tokens"]), line["step"], tokens, sum(tables.values()))
         for number in self._names.lanes.values():
@@ -472,9 +492,9 @@ def _figures(lanes: Sequence[Lane], steps: Sequence[StepView]) -> Figures:
     busy = sum(step.seconds for step in steps)
     weights = [step.seconds if busy else 1.0 for step in steps]
     pool = (steps[0].used + steps[0].wasted + steps[0].free) * sum(weights)
-    used, wasted = (
+    used, wasted, free = (
         sum(weight * slots for weight, slots in zip(weights, each, strict=True)) / pool
-        for each in ([step.used for step in steps], [step.wasted for step in steps])
+        for each in ([step.used for step in steps], [step.wasted for step in steps], [step.free for step in steps])
     )
     idle = sum(step.idle for step in steps)
     return Figures(
@@ -491,7 +511,7 @@ def _figures(lanes: Sequence[Lane], steps: Sequence[StepView]) -> Figures:
         preemptions=sum(step.preempted for step in steps),
         used=used,
         wasted=wasted,
-        free=1.0 - used - wasted,
+        free=free,
         policy_s=sum(step.policy_s for step in steps),
     )
 
