@@ -14,6 +14,8 @@ from batchkit import (
     KVGeometry,
     PagedAllocator,
     PagedScheduler,
+    RowResult,
+    SamplerOutput,
     SamplingParams,
     Scheduler,
     SimulatedRunner,
@@ -57,6 +59,29 @@ class Stumbles(SimulatedRunner):
         if self.num_steps == 3:
             raise RuntimeError("out of luck")
         return super().execute(out)
+
+
+class Interrupted(SimulatedRunner):
+    """Calls `then` in its third step, and gives some rows an error instead of a token."""
+
+    num_steps = 0
+    failing: frozenset[str] = frozenset()
+
+    def then(self):
+        pass
+
+    @override
+    def execute(self, out):
+        self.num_steps += 1
+        got = super().execute(out)
+        if self.num_steps != 3:
+            return got
+        self.then()
+        rows = [
+            RowResult(error="no such number") if row.request.id in self.failing else result
+            for row, result in zip(out.rows, got.rows, strict=True)
+        ]
+        return SamplerOutput(tuple(rows))
 
 
 def engine(path: Path, policy: type[Scheduler] = PagedScheduler, *, num_blocks=12, runner=SimulatedRunner, **options):
@@ -235,3 +260,26 @@ def test_ends_that_are_nobodys(change, said, tmp_path, capsys) -> None:
     path.write_text("\n".join([lines[0], json.dumps(line), *lines[2:]]) + "\n")
     assert replayed(path) == 1
     assert f"line 2: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("cost", [0.0, 1e-3])
+def test_what_ends_within_a_step(policy, cost, tmp_path, capsys) -> None:
+    path = tmp_path / "run.jsonl"
+    made = []
+
+    def runner(geometry, clock):
+        made.append(Interrupted(geometry, clock=clock, cost=lambda out: cost))
+        return made[0]
+
+    running = engine(path, policy, runner=runner)
+    runner, *_ = made
+    names = [ask(running, 5 + number, 14, 3 + 2 * number) for number in range(6)]
+    if cost:
+        runner.then = lambda: [running.abort(names[0]), running.abort(names[5])]
+    runner.failing = frozenset(names[1:2])
+    run(running)
+    steps = path.read_text().count('"kind":"step"')
+    assert sum(one.finish_reason == "error" for one in read_trace(path).requests) == 1
+    assert replayed(path) == 0
+    assert f"the same decisions in all {steps:,} steps" in capsys.readouterr().out

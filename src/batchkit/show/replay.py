@@ -2,13 +2,15 @@
 
 Requests come back as the trace has them: arrival, prompt length, ``max_tokens``, priority, ``n``, and how many tokens
 they really gave. The same policy gets each request and each abort before the step in which it was there, at the time of
-that step; another one at the time of the trace. Not in a trace are the tokens, deadlines, length hints, metadata and
-the arguments of the policy's class: a policy that reads them may decide otherwise. Of a request that was aborted, or
-that a trace without an end leaves running, it is not known which of several samples had ended.
+that step, and what ended within a step, by an abort or a row's fault, within it; another policy gets them at the time
+of the trace. Not in a trace are the tokens, deadlines, length hints, metadata and the arguments of the policy's class:
+a policy that reads them may decide otherwise. Of a request that was aborted, or that a trace without an end leaves
+running, it is not known which of several samples had ended.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +32,8 @@ __all__ = ["Difference", "LineCost", "Replayed", "fit_line", "replay"]
 
 
 _Decision = tuple[tuple[tuple[Any, ...], ...], tuple[int, ...]]
+
+_WITHIN = 0.5  # of a step: what happens while it is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,19 +223,25 @@ class _Run:
             for lane, added in enumerate(line["added"], num_lanes):
                 yield (before if self._cost is None else min(line["time"], max(added["arrival"], 0.0))), False, lane
             num_lanes += len(line["added"])
-            # One that ended within this step's line was ended by its caller before the step.
-            yield from self._aborts(ended, before)
-        yield from self._aborts(names.take_last(), len(trace.steps))
+            yield from self._aborts(ended, before, line["time"])
+        yield from self._aborts(names.take_last(), len(trace.steps), math.inf)
 
-    def _aborts(self, ended: Iterable[tuple[int, TracedRequest]], before: int) -> Iterator[tuple[float, bool, int]]:
+    def _aborts(
+        self, ended: Iterable[tuple[int, TracedRequest]], before: int, began: float
+    ) -> Iterator[tuple[float, bool, int]]:
+        """Of those that ended before, or within, the step that began at that time."""
         for lane, end in ended:
-            if end.finish_reason not in ("stop", "length"):
-                assert end.timings.finished is not None
-                yield (before if self._cost is None else end.timings.finished), True, lane
+            finished = end.timings.finished
+            if end.finish_reason not in ("stop", "length") and finished is not None:
+                # A row's fault ends a request within the step, even where the step takes no time.
+                is_within = finished > began or end.error is not None
+                yield (before + _WITHIN * is_within if self._cost is None else finished), True, lane
 
     def _took(self, out: SchedulerOutput) -> float:
         if self._cost is not None:
             return self._cost(out)
+        while self._acts and self._acts[0][0] <= self._num_steps + _WITHIN:
+            self._do(*self._acts.popleft())
         # Beyond the recorded steps, what the last one took.
         return self._seconds[min(self._num_steps, len(self._seconds) - 1)]
 
