@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from batchkit.allocators import PagedAllocator
+from batchkit.cli import main
 from batchkit.costs import DEVICES, ModelShape, RooflineCost
 from batchkit.experiment.compare import compare
 from batchkit.experiment.loads import Requests, all_at_once, fixed
@@ -135,6 +136,41 @@ def test_short_models_have_short_defaults() -> None:
     found = plan(replace(OPT_13B, max_model_len=100), A100)
     assert (found.mean.prompt, found.mean.output) == (80, 20)
     assert [load.prompt + load.output for load in found.lengths] == [100]
+
+
+def test_a_length_keeps_a_token_of_prompt_and_one_of_output() -> None:
+    for prompt, output, divided in ((1, 1000, [(1, 99), (1, 1)]), (1000, 1, [(99, 1), (1, 1)])):
+        found = plan(OPT_13B, A100, prompt=prompt, output=output, lengths=[100, 2])
+        assert [(load.prompt, load.output) for load in found.lengths] == divided
+
+
+@pytest.mark.parametrize(
+    ("changes", "constants"),
+    [
+        ({"bandwidth": 1e-320}, {}),
+        ({"flops": 1e-320}, {}),
+        ({"flops": 1e-200}, {"efficiency": 1e-200}),
+        ({"bandwidth": 1e-300}, {"overhead_s": 0.0}),
+        ({}, {"overhead_s": 1e308}),
+    ],
+)
+def test_speeds_that_are_no_numbers_are_refused(changes: dict, constants: dict) -> None:
+    with pytest.raises(ValueError, match="no speeds can be computed of a100-40: bandwidth "):
+        plan(OPT_13B, replace(A100, **changes), **constants)
+
+
+def test_a_model_without_kv_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"opt-13b has no KV to plan for: its kv_bytes_per_token is 0, .* num_hidden"):
+        plan(replace(OPT_13B, kv_bytes_per_token=0), A100)
+
+
+def test_the_table_says_what_is_counted_just_in_time(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("batchkit.cli.plan._shape", lambda path, dtype: OPT_13B)
+    assert main(["plan", "opt-13b", "--device", "a100-40"]) == 0
+    found = capsys.readouterr().out.partition("Sequences of 512, 2,048 tokens")[2].partition("\n\n")[0]
+    head, _, table = found.partition("model length")
+    assert "Just in time counts sequences that are\nevenly spread over their steps: more are there than would" in head
+    assert "just in time" in table
 
 
 def test_a_reservation_above_the_memory_is_all_of_it() -> None:

@@ -176,7 +176,7 @@ def _shape(path: str, dtype: str) -> ModelShape:
 def _json(found: Plan) -> str:
     record = asdict(found)
     del record["device"]["host_bandwidth"]  # nothing is computed with it
-    return json.dumps(record, indent=1)
+    return json.dumps(record, indent=1, allow_nan=False)
 
 
 def _text(found: Plan, args: argparse.Namespace) -> str:
@@ -208,7 +208,11 @@ def _lengths_table(found: Plan) -> str:
         for number, name in enumerate(_NAMES.values())
     ]
     lengths = ", ".join(f"{load.prompt + load.output:,}" for load in found.lengths)
-    return f"Sequences of {lengths} tokens that fit, prompt + output, by reservation\n" + table(["", *heads], rows)
+    head = (
+        f"Sequences of {lengths} tokens that fit, prompt + output, by reservation. Just in time counts sequences that "
+        "are\nevenly spread over their steps: more are there than would fit at their full lengths"
+    )
+    return f"{head}\n{table(['', *heads], rows)}"
 
 
 def _declaring(load: Load) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, get_args
 
 from ..costs import Device, ModelShape, RooflineCost
@@ -191,7 +192,7 @@ def plan(
         device: see `Device`.
         block_size: tokens in a KV block.
         lengths: of prompt and output together, to count the sequences of. Each is divided as `prompt` and `output`
-            are. Default: 512 and 2048, or the model's length where that is less.
+            are, with one token of each at least. Default: 512 and 2048, or the model's length where that is less.
         prompt: tokens, in the mean. Default: 512, or four fifths of the model's length where that is less.
         output: tokens that are generated, in the mean. Default: 128, or one fifth of the model's length.
         cap: output that every request declares, up to the model's length, and none exceeds. Default: each declares
@@ -202,8 +203,8 @@ def plan(
         constants: further arguments of `RooflineCost`, such as ``overhead_s``.
 
     Raises:
-        ValueError: the model does not fit, or the KV memory is below one sequence, or a length exceeds the model's; or
-            an argument is out of range.
+        ValueError: the model does not fit, or has no KV, or the KV memory is below one sequence, or a length exceeds
+            the model's; or an argument is out of range, or the speeds are.
     """
     longest = model.max_model_len
     prompt = max(1, min(512, longest * 4 // 5)) if prompt is None else prompt
@@ -220,6 +221,11 @@ def plan(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if cap is not None and output > cap:
         raise ValueError(f"output of {output} tokens in the mean exceeds the cap of {cap}")
+    if model.kv_bytes_per_token < 1:
+        raise ValueError(
+            f"{model.name} has no KV to plan for: its kv_bytes_per_token is {model.kv_bytes_per_token}, as where "
+            f"num_hidden_layers is 0"
+        )
     kv_bytes = kv_budget(model, device, memory_fraction=memory_fraction, kv_memory=kv_memory)
     num_blocks = kv_bytes // (block_size * model.kv_bytes_per_token)
     cost = RooflineCost.of(model, device, block_size=block_size, **constants)
@@ -243,8 +249,18 @@ def plan(
                 f"one sequence of {length:,} tokens needs {need:,} blocks of {block_size}; {kv_bytes:,} bytes of KV "
                 f"memory are {num_blocks:,} blocks"
             )
-    outputs = [min(cap or length, max(1, round(length * output / (prompt + output)))) for length in lengths]
+    shares = [round(length * output / (prompt + output)) for length in lengths]
+    outputs = [min(cap or length, length - 1, max(1, share)) for length, share in zip(lengths, shares, strict=True)]
     mean = load(prompt, output)
+    try:
+        speeds = tuple(_speed(cost, mean, holding, max_num_seqs) for holding in mean.holdings)
+    except (ZeroDivisionError, OverflowError):
+        speeds = ()
+    if not speeds or not all(map(_is_sound, speeds)):
+        raise ValueError(
+            f"no speeds can be computed of {device.name}: bandwidth {device.bandwidth:g} bytes/s, {device.flops:g} "
+            f"FLOP/s, efficiency {cost.efficiency:g}, {cost.overhead_s:g} s a step"
+        )
     return Plan(
         model=model,
         device=device,
@@ -256,7 +272,7 @@ def plan(
         kv_tokens=num_blocks * block_size,
         lengths=tuple(load(length - out, out) for length, out in zip(lengths, outputs, strict=True)),
         mean=mean,
-        speeds=tuple(_speed(cost, mean, holding, max_num_seqs) for holding in mean.holdings),
+        speeds=speeds,
         efficiency=cost.efficiency,
         overhead_s=cost.overhead_s,
     )
@@ -298,6 +314,12 @@ def _blocks_up_to(slots: int, block_size: int) -> int:
     """
     whole, rest = divmod(slots, block_size)
     return block_size * whole * (whole + 1) // 2 + rest * (whole + 1)
+
+
+def _is_sound(speed: Speed) -> bool:
+    """Whether everything in it is a finite number above 0."""
+    rates = [value for rates in (speed.alone, speed.mixed) for value in astuple(rates)]
+    return all(0 < value < math.inf for value in (speed.decode_step_s, speed.prefill_step_s, *rates))
 
 
 def _speed(cost: RooflineCost, load: Load, holding: Holding, max_num_seqs: int | None) -> Speed:
