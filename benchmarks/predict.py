@@ -66,8 +66,8 @@ def measurement(path: Path) -> dict[str, Any]:
         experiment = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as fault:
         sys.exit(f"{path} cannot be read: {fault}")
-    command = experiment.get("command") if isinstance(experiment, dict) else None
-    if command != "bench variance":
+    if not isinstance(experiment, dict) or experiment.get("command") != "bench variance":
+        command = experiment.get("command") if isinstance(experiment, dict) else None
         sys.exit(f"{path} must be of bench variance, and its command is {command!r}")
     policies = {run["policy"] for cell in experiment["cells"] for run in cell["runs"]}
     if strangers := sorted(policies - POLICIES.keys()):
@@ -117,7 +117,7 @@ def main() -> None:
         found = calibrate(others, about={"without": policy}, held_out=its_own)
         unseen |= simulated(settings, found, [policy])
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"cell": cell, "policy": policy, "seed": seed, "measured_s": seconds}
         | {"fitted_s": fitted[cell, policy, seed], "unseen_s": unseen[cell, policy, seed]}
         for (cell, policy, seed), seconds in measured.items()
