@@ -18,7 +18,7 @@ from batchkit import (
     TrueLengths,
     cli,
 )
-from batchkit.show import View, chrome_trace, drawing, page, view
+from batchkit.show import Lane, View, chrome_trace, drawing, page, view
 from batchkit.trace import read_trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,6 +188,23 @@ def test_a_sample_that_has_ended_has_no_blocks(tmp_path: Path) -> None:
     (lane,) = seen(path).lanes
     used = [line["used_blocks"] for line in read_trace(path).steps]
     assert [span.blocks for span in lane.spans for _ in range(span.first, span.last + 1)] == used  # none is shared
+
+
+def test_who_waits_costs_nothing_in_a_step(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "run.jsonl"
+    geometry = KVGeometry(num_blocks=4, block_size=4, max_model_len=16, vocab_size=100)
+    with Engine(SimulatedRunner(geometry), PagedScheduler(PagedAllocator(4, 4), max_num_seqs=2), trace=path) as engine:
+        engine.generate([[1, 2, 3]] * 50, SamplingParams(max_tokens=8))
+    said = []
+    put = Lane.put
+    monkeypatch.setattr(Lane, "put", lambda lane, *cell: (said.append(cell), put(lane, *cell)))
+    run = seen(path)
+    rows = sum(step.rows for step in run.steps)
+    assert rows + 50 <= len(said) <= 2 * rows + 50 < sum(step.waiting for step in run.steps)
+    for lane in run.lanes:  # and it has its cells all the same
+        assert lane.spans[0].first == 1
+        assert all(one.last + 1 == two.first for one, two in zip(lane.spans, lane.spans[1:], strict=False))
+        assert sum(lane.sampled.values()) == 8
 
 
 STATS = ["scheduler", "allocator", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_tokens_per_step"]

@@ -77,13 +77,18 @@ class Lane:
     ended: TracedRequest | None = None
 
     def put(self, state: State, step: int, tokens: int, blocks: int) -> None:
-        """Say what it does in the next step."""
+        """Say what it does from this step on. Its last span is open until the next one, or until `close`."""
         if self.spans:
             last = self.spans[-1]
-            if (last.state, last.tokens, last.blocks) == (state, tokens, blocks) and last.last == step - 1:
-                last.last = step
+            if (last.state, last.tokens, last.blocks) == (state, tokens, blocks):
                 return
+            last.last = step - 1
         self.spans.append(Span(state, step, step, tokens, blocks))
+
+    def close(self, step: int) -> None:
+        """Say that this was its last step."""
+        if self.spans:
+            self.spans[-1].last = step
 
     @property
     def first_row(self) -> int | None:
@@ -331,9 +336,12 @@ def view(trace: Trace, name: str) -> View:
         with _faults_of(name, number):
             lanes += [Lane(added["request"], added) for added in line["added"]]
             ended = names.take(line)
-            for lane, end in ended:
-                lanes[lane].ended = end
-            books.step(line, {lane for lane, _ in ended})
+            for ended_lane, end in ended:
+                lanes[ended_lane].ended = end
+            books.step(line, {ended_lane for ended_lane, _ in ended})
+    for lane in lanes:
+        if lane.ended is None:
+            lane.close(trace.steps[-1]["step"])
     for line, took in zip(trace.steps, step_seconds(trace), strict=True):
         held = line["used_blocks"] * block_size
         used = max(0, min(line["kv_tokens"], held))
@@ -367,25 +375,26 @@ def view(trace: Trace, name: str) -> View:
     )
 
 
+_Kinds = Mapping[str, type | tuple[type, ...]]
 _NUMBER = (int, float)
 # What is read of each line, and what it has to be; of rows it shows.
-_ENGINE = {"time": _NUMBER, "stats": dict}
-_STATS = {
+_ENGINE: _Kinds = {"time": _NUMBER, "stats": dict}
+_STATS: _Kinds = {
     "scheduler": str, "allocator": str, "num_blocks": int, "block_size": int, "max_model_len": int,
     "max_num_seqs": int, "max_tokens_per_step": int,
 }  # fmt: skip
-_STEP = {
+_STEP: _Kinds = {
     "step": int, "time": _NUMBER, "added": list, "ended": list, "rows": list, "preempted": list, "copies": list,
     "waiting": int, "running": int, "used_blocks": int, "kv_tokens": int, "new_tokens": int, "schedule_s": _NUMBER,
     "execute_s": _NUMBER, "sample_s": _NUMBER, "error": (str, NoneType),
 }  # fmt: skip
-_ADDED = {
+_ADDED: _Kinds = {
     "request": str, "arrival": _NUMBER, "prompt_tokens": int, "max_tokens": int, "priority": _NUMBER, "n": int,
 }  # fmt: skip
-_ENDED = {"request": str, "finished": _NUMBER}
+_ENDED: _Kinds = {"request": str, "finished": _NUMBER}
 
 
-def _check_fields(part: Mapping[str, Any], kinds: Mapping[str, type | tuple[type, ...]]) -> None:
+def _check_fields(part: Mapping[str, Any], kinds: _Kinds) -> None:
     for field_name, kind in kinds.items():
         if field_name not in part:
             raise ValueError(f"the field {field_name!r} is missing")
@@ -423,13 +432,18 @@ class _Books:
         self._last_rows = last_rows  # by sequence, the step
         self._blocks: dict[int, dict[int, int]] = {}  # length of each table, by lane and sequence
         self._preempted: set[int] = set()
+        self._in_step: set[int] = set()  # the step before
+        self._num_known = 0
 
     def step(self, line: Mapping[str, Any], ended: AbstractSet[int]) -> None:
-        """Put a cell into the lane of everybody who is there in this step."""
+        """Take down in the lanes what changes with this step: many requests may wait for thousands of steps."""
+        changed = self._in_step | set(range(self._num_known, len(self._lanes)))
+        self._num_known = len(self._lanes)
         for entry in line["preempted"]:
             number = self._names[entry["request"]]
             self._preempted.add(number)
             self._blocks.pop(number, None)
+            changed.add(number)
         rows: dict[int, list[Mapping[str, Any]]] = {}
         for row in line["rows"]:
             rows.setdefault(self._names[row["request"]], []).append(row)
@@ -448,18 +462,17 @@ class _Books:
                     del tables[seq]
             tokens = sum(row["tokens"] for row in own)
             lane.put(_state(own, lane.added["prompt_tokens"]), line["step"], tokens, sum(tables.values()))
-        for number in self._names.lanes.values():
-            if number in rows or number in ended:
-                continue
-            lane = self._lanes[number]
+        for number in changed - rows.keys() - ended:
             blocks = sum(self._blocks.get(number, {}).values())
             if number in self._preempted:
-                lane.put("preempted", line["step"], 0, 0)
+                self._lanes[number].put("preempted", line["step"], 0, 0)
             else:
-                lane.put("paused" if blocks else "waiting", line["step"], 0, blocks)
+                self._lanes[number].put("paused" if blocks else "waiting", line["step"], 0, blocks)
         for number in ended:
+            self._lanes[number].close(line["step"] if number in rows else line["step"] - 1)
             self._preempted.discard(number)
             self._blocks.pop(number, None)
+        self._in_step = set(rows) - ended
 
 
 def _state(rows: Sequence[Mapping[str, Any]], prompt_tokens: int) -> State:
