@@ -288,3 +288,13 @@ def test_an_interrupted_climb_says_what_is_missing():
     assert rungs[3].factor is rungs[3].share is rungs[3].cumulative is None
     assert found.gain("A") is None
     assert found.to_json()["missing"] == [[name, 0] for name in names[3:]]
+
+
+def test_a_gain_that_cannot_be_told_from_none_is_not_shared_out():
+    # With one request at a time there is nothing to gain, and the loads differ.
+    alone = all_at_once(Requests(prompts=fixed(8), outputs=exponential(4, 12)), num_requests=1)
+    found = climb(alone, target=TARGET, seeds=range(3), max_num_seqs=4, step_tokens=64, chunk_tokens=16)
+    for order in ORDERS:
+        gain = found.gain(order)
+        assert gain.low <= 1 <= gain.high and not found.is_certain(order)
+        assert {rung.share for rung in found.rungs(order)} == {None}
