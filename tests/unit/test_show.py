@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -205,6 +207,12 @@ def test_who_waits_costs_nothing_in_a_step(tmp_path: Path, monkeypatch) -> None:
         assert lane.spans[0].first == 1
         assert all(one.last + 1 == two.first for one, two in zip(lane.spans, lane.spans[1:], strict=False))
         assert sum(lane.sampled.values()) == 8
+
+
+def test_text_goes_wherever_stdout_does(trace: Path) -> None:
+    with redirect_stdout(StringIO()) as out:
+        assert cli.main(["show", str(trace), "--text"]) == 0
+    assert "mean batch" in out.getvalue()
 
 
 STATS = ["scheduler", "allocator", "num_blocks", "block_size", "max_model_len", "max_num_seqs", "max_tokens_per_step"]

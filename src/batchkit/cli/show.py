@@ -132,7 +132,7 @@ def _view(path: str, bounds: tuple[int | None, int | None] | None) -> View:
 
 def _print(text: str) -> None:
     """Print what may have ids and file names in it, with characters that the terminal's encoding lacks."""
-    encoding = sys.stdout.encoding
+    encoding = sys.stdout.encoding or "utf-8"  # a StringIO has none
     print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
