@@ -209,6 +209,9 @@ def test_what_cannot_be_replayed_is_said(tmp_path, capsys) -> None:
     refused("the trace was made by Unknown, which is none of batchkit's: say --scheduler module:Unknown")
     refused("is the trace itself, and would be overwritten", "-o", str(path), "--scheduler", "paged")
     refused("SchedulerStalled: Never chose nothing", "--scheduler", f"{__name__}:Never")
+    with pytest.raises(SystemExit):
+        replayed(path, "--scheduler", "paged,max_num_seqs=2")
+    assert "max_num_seqs is not given here but by the trace" in capsys.readouterr().err
     assert replayed(path, "--scheduler", f"{__name__}:Unknown") == 0
     assert "Unknown: the same decisions in all 6 steps" in capsys.readouterr().out
 

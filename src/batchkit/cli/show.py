@@ -18,7 +18,7 @@ from ..show.model import cut, figure_rows, stats_of
 from ..trace import Trace, read_trace
 from .faults import NotDone, one_line, say, with_place
 from .options import DONE
-from .specs import SCHEDULERS, Policy, parse_policy, try_policy
+from .specs import OPTIONS, SCHEDULERS, Policy, parse_policy, try_policy
 
 __all__ = ["add_replay", "add_show"]
 
@@ -74,7 +74,7 @@ def _steps(text: str) -> tuple[int | None, int | None]:
 
 def _policy(spec: str) -> Policy:
     try:
-        return parse_policy(spec)
+        return parse_policy(spec, elsewhere=dict.fromkeys(OPTIONS, "the trace"))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
