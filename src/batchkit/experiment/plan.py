@@ -143,10 +143,16 @@ def kv_budget(
         kv_memory: instead, as many bytes.
 
     Raises:
-        ValueError: the weights do not fit, or `kv_memory` does not fit beside them; or an argument is out of range.
+        ValueError: the weights do not fit, or `kv_memory` does not fit beside them; or the model has no KV, or an
+            argument is out of range.
     """
     if not 0 < memory_fraction <= 1:
         raise ValueError(f"memory_fraction must be above 0 and at most 1, got {memory_fraction:g}")
+    if model.kv_bytes_per_token < 1:
+        raise ValueError(
+            f"{model.name} has no KV to plan for: its kv_bytes_per_token is {model.kv_bytes_per_token}, as where "
+            f"num_hidden_layers is 0"
+        )
     usable = device.memory_bytes * (memory_fraction if kv_memory is None else 1)
     left = int(usable - model.weight_bytes)
     of = f"{usable:,.0f} bytes, {memory_fraction:g} of the memory" if kv_memory is None else f"{usable:,.0f} bytes"
@@ -221,11 +227,6 @@ def plan(
             raise ValueError(f"{name} must be at least 1, got {value}")
     if cap is not None and output > cap:
         raise ValueError(f"output of {output} tokens in the mean exceeds the cap of {cap}")
-    if model.kv_bytes_per_token < 1:
-        raise ValueError(
-            f"{model.name} has no KV to plan for: its kv_bytes_per_token is {model.kv_bytes_per_token}, as where "
-            f"num_hidden_layers is 0"
-        )
     kv_bytes = kv_budget(model, device, memory_fraction=memory_fraction, kv_memory=kv_memory)
     num_blocks = kv_bytes // (block_size * model.kv_bytes_per_token)
     cost = RooflineCost.of(model, device, block_size=block_size, **constants)
