@@ -103,6 +103,13 @@ def attended(rows: Iterable[tuple[int, int]]) -> tuple[int, int]:
     return context_tokens, context_tokens + more
 
 
+def _attended_by(out: SchedulerOutput) -> tuple[int, int]:
+    if out.num_tokens == len(out.rows):  # one token each, as in most steps
+        context_tokens = sum([row.start for row in out.rows]) + out.num_tokens
+        return context_tokens, context_tokens
+    return attended([(row.start, row.num_tokens) for row in out.rows])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineCost(StepCost):
     """Seconds of one step on a device, from its arithmetic and its bandwidth.
@@ -194,12 +201,14 @@ class RooflineCost(StepCost):
         rows = out.rows
         num_rows, num_tokens = len(rows), out.num_tokens
         if self.padded:
-            width = max([row.num_tokens for row in rows])
-            context = max([row.start + row.num_tokens for row in rows])
+            width, context = 1, 1 + max([row.start for row in rows])
+            if num_tokens > num_rows:
+                width = max([row.num_tokens for row in rows])
+                context = max([row.start + row.num_tokens for row in rows])
             num_tokens, context_tokens = num_rows * width, num_rows * context
             pairs = num_rows * width * (context - (width - 1) // 2)
         else:
-            context_tokens, pairs = attended([(row.start, row.num_tokens) for row in rows])
+            context_tokens, pairs = _attended_by(out)
         seconds = self.seconds(num_tokens, context_tokens, num_rows=num_rows, pairs=pairs)
         if self.batch_overhead_s and all(row.start == 0 for row in rows):
             seconds += self.batch_overhead_s
@@ -256,7 +265,7 @@ class MeasuredCost(StepCost):
 
     def __call__(self, out: SchedulerOutput) -> float:
         """Of the rows of `out`."""
-        return self.of(out.num_tokens, *attended([(row.start, row.num_tokens) for row in out.rows]))
+        return self.of(out.num_tokens, *_attended_by(out))
 
     def of(self, num_tokens: int, context_tokens: int, pairs: int) -> float:
         """Of a step that computes so many tokens over such contexts; see `attended`."""

@@ -205,23 +205,26 @@ class StepRecorder:
     def __call__(self, report: StepReport) -> None:
         """Take in one step."""
         seconds = self._clock() - report.time
-        out = report.output
+        out, kv_tokens = report.output, report.kv_tokens
+        rows = out.rows
         self._schedule_s += report.schedule_s
         self._num_preemptions += len(out.preempted)
         self._busy_s += seconds
-        if not out.rows:
+        if not rows:
             return
-        working = [row for row in out.rows if not row.idle]
+        working = [row for row in rows if not row.idle]
+        num_rows = len(rows)
         self._num_steps += 1
-        self._num_rows += len(out.rows)
-        self._num_idle += len(out.rows) - len(working)
+        self._num_rows += num_rows
+        self._num_idle += num_rows - len(working)
         self._num_tokens += out.num_tokens
-        self._peak = max(self._peak, len(out.rows))
+        if num_rows > self._peak:
+            self._peak = num_rows
         block_size = self._block_size
         held = report.num_used_blocks * block_size
         reserved = self._reserved_slots(report, working)
-        self._used += seconds * report.kv_tokens
-        self._reserved += seconds * min(reserved, held - report.kv_tokens)
+        self._used += seconds * kv_tokens
+        self._reserved += seconds * min(reserved, held - kv_tokens)
         self._held += seconds * held
         blocked = out.blocked
         if blocked is not None and blocked.why is Refusal.BLOCKS and blocked.blocks_needed <= blocked.blocks_free:

@@ -40,6 +40,7 @@ from .types import BlockCopy, Blocked, Eviction, Refusal, ScheduledSequence, Sch
 __all__ = ["Scheduler", "SchedulerOptions", "Step"]
 
 API_VERSION = 1
+_WAITING, _HELD = Status.WAITING, Status.HELD  # an enum looks each up anew, which shows in what is done for every row
 Blocks = collections.abc.Sequence[int]
 
 
@@ -127,13 +128,13 @@ class Step:
             raise PolicyError(f"{seq!r} is in this step already")
         if self._reading_victims:
             raise PolicyError("the verbs of a step may not be used while one of them reads its victims")
-        if status is Status.HELD and seq_id in scheduler._held:
+        if status is _HELD and seq_id in scheduler._held:
             if self.tokens_left < 1:
                 return self._refuse(seq, Refusal.TOKENS)
             self._chosen[seq_id] = (seq, 0, False)
             self.tokens_left -= 1
             return True
-        waiting = status is Status.WAITING
+        waiting = status is _WAITING
         if seq_id not in (scheduler._waiting if waiting else scheduler._running).ids:
             raise PolicyError(f"{seq!r} is neither waiting nor running in this scheduler")
         if seq_id in self._preempted:
@@ -248,22 +249,24 @@ class Step:
         scheduler = self._scheduler
         allocator = scheduler.allocator
         if seq is None and self._refusals:
-            seq = next((seq for seq, _, _ in self._refusals.values() if seq.status is Status.WAITING), None)
+            seq = next((seq for seq, _, _ in self._refusals.values() if seq.status is _WAITING), None)
         if seq is None:
             seq = scheduler._waiting.first
-        if seq is None or seq.id not in scheduler._waiting.ids:
+            if seq is None:
+                return None
+        elif seq.id not in scheduler._waiting.ids:
             return None
         _, why, slots = self._refusals.get(seq.id, (seq, None, 0))
         known = seq.num_tokens
         slots = min(slots or known, allocator.num_blocks * allocator.block_size)
-        return Blocked(
-            request_id=seq.request.id,
-            why=why,
-            tokens_needed=known - seq.num_computed,
-            tokens_left=self.tokens_left,
-            blocks_needed=allocator.missing(seq.id, slots),
-            blocks_free=allocator.num_free_blocks,
-            seats_free=len(scheduler._seats),
+        return Blocked(  # by position: see `Scheduler.next_step`
+            seq.request.id,
+            why,
+            known - seq.num_computed,  # tokens needed
+            self.tokens_left,
+            allocator.missing(seq.id, slots),
+            allocator.num_free_blocks,
+            len(scheduler._seats),
         )
 
     def wait_until(self, t: float) -> None:
@@ -460,7 +463,7 @@ class Scheduler(ABC):
         later = step._wait_until is not None and step._wait_until > now
         if not step._chosen and (self._waiting or self._running) and not later:
             raise SchedulerStalled(self._stall_message(step))
-        table = self.allocator.table
+        table, idle_rows = self.allocator.table, self._idle_rows
         rows = tuple(
             [
                 ScheduledSequence(  # by position: by keyword it takes twice as long
@@ -479,24 +482,21 @@ class Scheduler(ABC):
                     False,  # idle
                 )
                 if count
-                else self._idle_row(seq)
+                else idle_rows.get(seq_id) or self._idle_row(seq)
                 for seq_id, (seq, count, samples) in step._chosen.items()
             ]
         )
         return SchedulerOutput(
-            rows=rows,
-            preempted=tuple(step._preempted.values()),
-            copies=tuple(self._copies),
-            num_tokens=budget - step.tokens_left,
-            wait_until=None if rows else step._wait_until,
-            blocked=step.explain() if self._waiting.ids else None,
+            rows,
+            tuple(step._preempted.values()),
+            tuple(self._copies),
+            budget - step.tokens_left,
+            None if rows else step._wait_until,
+            step.explain() if self._waiting.ids else None,  # blocked
         )
 
     def _idle_row(self, seq: Sequence) -> ScheduledSequence:
-        blocks = self.allocator.table(seq.id)
-        known = self._idle_rows.get(seq.id)
-        if known is not None and known.blocks is blocks:  # nothing else of a held one changes
-            return known
+        """The row of a held sequence, which stays the same one until the sequence goes or loses its KV."""
         last = seq.num_computed - 1
         row = self._idle_rows[seq.id] = ScheduledSequence(  # by position: see `next_step`
             seq.id,
@@ -509,7 +509,7 @@ class Scheduler(ABC):
             seq.token_ids(last, last + 1),
             seq.output,
             len(seq.output),
-            blocks,
+            self.allocator.table(seq.id),
             False,  # samples
             True,  # idle
         )
@@ -580,7 +580,8 @@ class Scheduler(ABC):
         """Let every held sequence go that may leave; they give up seats and blocks, and are returned."""
         if not self._held:
             return []
-        leaving = [seq for seq in self._held.values() if seq.id in self._released or self.may_leave(seq)]
+        released, may_leave = self._released, self.may_leave
+        leaving = [seq for seq in self._held.values() if seq.id in released or may_leave(seq)]
         for seq in leaving:
             self._leave(seq)
         return leaving
@@ -616,6 +617,7 @@ class Scheduler(ABC):
             seq.num_computed = 0
         self.allocator.forget()
         self._copies.clear()
+        self._idle_rows.clear()
 
     @final
     def check(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from numbers import Integral
 
 from typing_extensions import override
@@ -101,7 +100,8 @@ class SimulatedRunner(ModelRunner):
 
     @override
     def execute(self, out: SchedulerOutput) -> SamplerOutput:
-        rows = tuple([_NOTHING if row.idle and not self._check_kv else self._row(row) for row in out.rows])
+        skips_idle = not self._check_kv
+        rows = tuple([_NOTHING if skips_idle and row.idle else self._row(row) for row in out.rows])
         # Those of the step itself are the newest. To forget them would cost the next step their whole histories.
         prefixes = self._prefixes
         while len(prefixes) > len(rows) and (len(prefixes) > self._max_prefixes or self._num_hashes > self._max_hashes):
@@ -234,7 +234,7 @@ class TrueLengths(ModelRunner):
                 for row, result in zip(out.rows, got.rows, strict=True)
             ]
         )
-        return got if rows == got.rows else replace(got, rows=rows)
+        return got if rows == got.rows else SamplerOutput(rows, got.sample_s)
 
     def _end(self, row: ScheduledSequence, result: RowResult) -> RowResult:
         lengths = self._output_tokens(row.request)
@@ -244,7 +244,7 @@ class TrueLengths(ModelRunner):
         stops = row.request.stop_token_ids
         if row.num_output + 1 >= length and length < row.request.max_tokens:
             if not stops:
-                return replace(result, error=f"no token ends request {row.request.id!r} after {length} tokens")
+                return result._replace(error=f"no token ends request {row.request.id!r} after {length} tokens")
             return _with_token(result, min(stops))
         if result.token_ids[0] not in stops:
             return result
@@ -281,4 +281,4 @@ def _with_token(result: RowResult, token: int) -> RowResult:
     logprobs = result.logprobs
     if logprobs is not None and token not in logprobs[0]:
         logprobs = ({**logprobs[0], token: Logprob(math.nan, 0)},)
-    return replace(result, token_ids=(token,), logprobs=logprobs)
+    return result._replace(token_ids=(token,), logprobs=logprobs)

@@ -256,8 +256,7 @@ class SchedulerOutput(NamedTuple):
     blocked: Blocked | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What a row gave.
 
     Attributes:
@@ -275,8 +274,7 @@ class RowResult:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SamplerOutput:
+class SamplerOutput(NamedTuple):
     """One `RowResult` per row, sampling or not, in row order; and the seconds spent sampling."""
 
     rows: tuple[RowResult, ...]

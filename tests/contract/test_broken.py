@@ -2,7 +2,6 @@
 
 import itertools
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -474,7 +473,14 @@ class RenamesACopy(Caching):
         self._tables[new] = self._tables[old]
 
 
+class CountsSharedBlocksOnce(Caching):
+    @property
+    def num_shares(self):
+        return len(self._shared)
+
+
 BROKEN_ALLOCATORS = {
+    CountsSharedBlocksOnce: "num_shares counts",
     RenamesACopy: "rename moves a table",
     DoubleFrees: "add up to the pool",
     Leaks: "add up to the pool",
@@ -488,7 +494,7 @@ BROKEN_ALLOCATORS = {
     PinsLate: "a block stands in a table once",
     CountsHitsAsFree: "fits is exact",
     CountsSharersTwice: "fits is exact",
-    FreesWhatOthersHold: "add up to the pool",
+    FreesWhatOthersHold: "num_shares counts",
     FindsWhatIsGone: "match finds only",
     MixesSalts: "match finds only",
     TakesHashesForTokens: "match finds only",
@@ -574,7 +580,7 @@ class ScoresNothingInChunks(SimulatedRunner):
 
     def execute(self, out):
         rows = super().execute(out).rows
-        return SamplerOutput(tuple(r if r.token_ids else replace(r, prompt_logprobs={}) for r in rows))
+        return SamplerOutput(tuple(r if r.token_ids else r._replace(prompt_logprobs={}) for r in rows))
 
 
 class ScoresOneOff(SimulatedRunner):
@@ -583,19 +589,19 @@ class ScoresOneOff(SimulatedRunner):
             return scores and {position - 1: entry for position, entry in scores.items()}
 
         rows = super().execute(out).rows
-        return SamplerOutput(tuple(replace(r, prompt_logprobs=moved(r.prompt_logprobs)) for r in rows))
+        return SamplerOutput(tuple(r._replace(prompt_logprobs=moved(r.prompt_logprobs)) for r in rows))
 
 
 class ScoresAnother(SimulatedRunner):
     def execute(self, out):
         rows = super().execute(out).rows
-        return SamplerOutput(tuple(replace(r, logprobs=r.logprobs and ({0: Logprob(0.0, 1)},)) for r in rows))
+        return SamplerOutput(tuple(r._replace(logprobs=r.logprobs and ({0: Logprob(0.0, 1)},)) for r in rows))
 
 
 class ScoresUnasked(SimulatedRunner):
     def execute(self, out):
         rows = super().execute(out).rows
-        return SamplerOutput(tuple(replace(r, logprobs=tuple({t: Logprob(0.0, 1)} for t in r.token_ids)) for r in rows))
+        return SamplerOutput(tuple(r._replace(logprobs=tuple({t: Logprob(0.0, 1)} for t in r.token_ids)) for r in rows))
 
 
 BROKEN_RUNNERS = {

@@ -88,8 +88,8 @@ class Runner(SimulatedRunner):
             if row.samples and row.num_output < len(script):
                 token = script[row.num_output]
                 scores = None if rows[i].logprobs is None else ({token: Logprob(-1.0, 1)},)
-                rows[i] = replace(rows[i], token_ids=(token,), logprobs=scores)
-        return replace(got, rows=tuple(rows))
+                rows[i] = rows[i]._replace(token_ids=(token,), logprobs=scores)
+        return got._replace(rows=tuple(rows))
 
     def copy_blocks(self, copies: Sequence[Any]) -> None:
         if self.before_copy is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 
@@ -201,8 +200,8 @@ def test_a_joining_step_that_failed_is_served_next_under_whole_prompt_policies(p
 
 def give(got, index: int, **changes):
     rows = list(got.rows)
-    rows[index] = replace(rows[index], **changes)
-    return replace(got, rows=tuple(rows))
+    rows[index] = rows[index]._replace(**changes)
+    return got._replace(rows=tuple(rows))
 
 
 @everywhere
@@ -247,12 +246,12 @@ def test_wrong_number_of_results(change) -> None:
 
     def once(out, got):
         rig.runner.after = None
-        return replace(got, rows=change(got.rows))
+        return got._replace(rows=change(got.rows))
 
     rig.runner.after = once
     rig.finish()
     rig = fill(Rig(OrcaScheduler, blocks=64, seats=6, budget=64))
-    rig.runner.after = lambda out, got: replace(got, rows=change(got.rows))
+    rig.runner.after = lambda out, got: got._replace(rows=change(got.rows))
     rig.step()
     with pytest.raises(EngineFailed, match=r"the runner returned \d results for 1 rows"):
         rig.step()

@@ -1,7 +1,5 @@
 """Log-probabilities through the engine, and prompts that are scored without generating."""
 
-from dataclasses import replace
-
 import pytest
 
 from batchkit import ChunkedPrefillScheduler, PagedScheduler, RequestTooLong, SamplerOutput
@@ -98,7 +96,7 @@ def test_a_runner_that_leaves_scores_out_is_found_out(broken, message) -> None:
     rig.add("x", 5, logprobs=0, prompt_logprobs=0)
     rig.add("y", 5)
     rig.runner.after = lambda out, got: SamplerOutput(
-        tuple(replace(r, **broken) if row.request.id == "x" else r for row, r in zip(out.rows, got.rows, strict=True))
+        tuple(r._replace(**broken) if row.request.id == "x" else r for row, r in zip(out.rows, got.rows, strict=True))
     )
     final = rig.finish(but=["x"])["x"]
     assert final.finish_reason == "error" and message in final.error

@@ -48,6 +48,13 @@ class BlockAllocator(ABC):
         """Blocks that nobody holds and that `match` can still find; `num_free_blocks` counts them too."""
         return 0
 
+    @property
+    def num_shares(self) -> int:
+        """By how much the tables' lengths add up to more than the blocks they hold; needed where `shares_blocks`."""
+        if self.shares_blocks:
+            raise NotImplementedError(f"{type(self).__name__} does not say how many of its blocks are shared")
+        return 0
+
     @abstractmethod
     def table(self, seq_id: int, row: int = 0) -> Sequence[int]:
         """The block table, empty if it has none. The same object until the table changes."""

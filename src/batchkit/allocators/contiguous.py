@@ -86,9 +86,12 @@ class ContiguousAllocator(BlockAllocator):
         rows: int = 1,
         reserve: int = 0,
     ) -> tuple[BlockCopy, ...] | None:
+        table = self._tables.get(seq_id)
+        if table and num_tokens <= len(table) * self.block_size and not reserve and not hit and rows == 1:
+            return ()  # most decode steps
         need = self._blocks_for(num_tokens, reserve, rows, hit)
-        if seq_id in self._tables:
-            return () if need <= len(self._tables[seq_id]) else None
+        if table is not None:
+            return () if need <= len(table) else None
         at = self._hole(need, ())
         if at is None:
             return None

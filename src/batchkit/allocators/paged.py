@@ -73,6 +73,11 @@ class PagedAllocator(BlockAllocator):
     def num_cached_blocks(self) -> int:
         return 0 if self._index is None else self._index.num_cached
 
+    @property
+    @override
+    def num_shares(self) -> int:
+        return sum(self._shared.values()) if self._shared else 0
+
     @override
     def table(self, seq_id: int, row: int = 0) -> Sequence[int]:
         return self._tables.get(seq_id, ())

@@ -56,9 +56,9 @@ class StaticScheduler(Scheduler):
     def may_leave(self, seq: Sequence) -> bool:
         if self.drop_finished:
             return True
-        # The first of the pad_to tokens came with the prefill.
-        padded = self.pad_to is None or self._num_decodes >= self.pad_to - 1
-        return padded and not self._open and self.num_held == len(self.running)
+        if self.pad_to is not None and self._num_decodes < self.pad_to - 1:  # the first token came with the prefill
+            return False
+        return not self._open and self.num_held == len(self.running)
 
     @override
     def schedule(self, step: Step) -> None:
@@ -66,8 +66,9 @@ class StaticScheduler(Scheduler):
             self._open, self._num_decodes = True, 0
         decoding: list[Sequence] = []
         held: list[Sequence] = []
+        is_held = Status.HELD
         for seq in self.running:
-            if seq.status is Status.HELD:
+            if seq.status is is_held:
                 held.append(seq)
             elif seq.num_uncomputed > 1:
                 step.run(seq)

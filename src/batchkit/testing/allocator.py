@@ -274,6 +274,11 @@ class _Trial:
                 if not 0 <= block < pool.num_blocks:
                     raise self.broken("blocks are numbered from 0", f"block {block}")
         num_held = len({block for held in self.held.values() for block in held.table})
+        more = sum(len(held.table) for held in self.held.values()) - num_held
+        if pool.num_shares != more:
+            raise self.broken(
+                "num_shares counts what tables hold together", f"it says {pool.num_shares}, they share {more}"
+            )
         spare = pool.num_blocks - pool.num_free_blocks - num_held
         if spare < 0:
             raise self.broken("free blocks and blocks in tables add up to the pool", f"{-spare} too many")
