@@ -100,10 +100,13 @@ def main() -> None:
     args = parser.parse_args()
     experiment = measurement(args.measured)
     settings, measured = experiment["settings"], wall_times(experiment)
-    traces: dict[Place, Trace] = {
-        place: read_trace(args.traces / place[0].replace(" ", "-") / f"{place[1]}-{place[2]}.jsonl")
-        for place in measured
-    }
+    try:
+        traces: dict[Place, Trace] = {
+            place: read_trace(args.traces / place[0].replace(" ", "-") / f"{place[1]}-{place[2]}.jsonl")
+            for place in measured
+        }
+    except (OSError, ValueError) as error:
+        sys.exit(f"a run of {args.measured} has no trace: {error}")
     policies = list(dict.fromkeys(policy for _, policy, _ in measured))
 
     everything = calibrate(traces.values(), about={"traces": len(traces)})

@@ -108,7 +108,7 @@ def test_what_the_table_rests_on_is_said(tmp_path, capsys) -> None:
     assert simulate("variance", *few, "--json", str(tmp_path / "out.json")) == 0
     out, err = capsys.readouterr()
     (run,) = written(tmp_path / "out.json")["cells"][0]["runs"]
-    assert f"outputs that were drawn: {run['generated_tokens'] / 6:.1f} tokens in the mean" in out
+    assert f"outputs: {run['generated_tokens'] / 6:.1f} tokens in the mean" in out
     assert "slots: those as a share of the most rows" in out
     fits = written(tmp_path / "out.json")["kv_tokens_that_fit"]
     assert f"memory: {fits:,} KV tokens fit beside the weights" in out and not err

@@ -314,7 +314,7 @@ def _drawn(cell: Cell, seeds: Sequence[int]) -> str:
     means = [one.output_tokens / one.num_requests for one in loads]
     each = "" if len(means) == 1 else f" ({min(means):.1f} to {max(means):.1f} by seed)"
     longest = max(one.longest_output for one in loads)
-    return f"outputs that were drawn: {sum(means) / len(means):.1f} tokens in the mean{each}, {longest:,} at most"
+    return f"outputs: {sum(means) / len(means):.1f} tokens in the mean{each}, {longest:,} at most"
 
 
 def _check_fit(cell: Cell, policies: Sequence[Policy], args: argparse.Namespace, limit: int) -> None:
