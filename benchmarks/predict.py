@@ -105,8 +105,8 @@ def main() -> None:
             place: read_trace(args.traces / place[0].replace(" ", "-") / f"{place[1]}-{place[2]}.jsonl")
             for place in measured
         }
-    except (OSError, ValueError) as error:
-        sys.exit(f"a run of {args.measured} has no trace: {error}")
+    except (OSError, ValueError) as fault:
+        sys.exit(f"a run of {args.measured} has no trace: {fault}")
     policies = list(dict.fromkeys(policy for _, policy, _ in measured))
 
     everything = calibrate(traces.values(), about={"traces": len(traces)})

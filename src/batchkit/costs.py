@@ -202,7 +202,7 @@ class RooflineCost(StepCost):
         num_rows, num_tokens = len(rows), out.num_tokens
         if self.padded:
             width, context = 1, 1 + max([row.start for row in rows])
-            if num_tokens > num_rows:
+            if num_tokens != num_rows:
                 width = max([row.num_tokens for row in rows])
                 context = max([row.start + row.num_tokens for row in rows])
             num_tokens, context_tokens = num_rows * width, num_rows * context

@@ -1151,6 +1151,7 @@ def _check_parts_agree(runner: ModelRunner, scheduler: Scheduler) -> None:
             f"Swap has {host.num_blocks} host blocks of {host.block_size} tokens, the runner {geometry.host_blocks} of "
             f"{geometry.block_size}"
         )
+    _ = allocator.num_shares  # one that must have it says so here, and not in the first step
     if allocator.num_free_blocks != allocator.num_blocks or scheduler.waiting or scheduler.running:
         raise ValueError(
             f"the scheduler is in use: {allocator.num_blocks - allocator.num_free_blocks} blocks taken, "

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from batchkit import (
+    BlockAllocator,
     ChunkedPrefillScheduler,
     ContiguousAllocator,
     DuplicateRequest,
@@ -463,6 +464,15 @@ def test_a_part_that_another_engine_uses(shared: str) -> None:
         return  # a closed runner has freed its memory
     second = make(**{shared: one[shared]})
     assert len(second.generate([[1, 2]], params())[0].token_ids) == 4
+
+
+def test_an_allocator_that_shares_blocks_says_how_many_before_the_first_step() -> None:
+    class Silent(PagedAllocator):
+        num_shares = BlockAllocator.num_shares
+
+    runner, _ = parts()
+    with pytest.raises(NotImplementedError, match="Silent does not say how many of its blocks are shared"):
+        Engine(runner, PagedScheduler(Silent(runner.geometry.num_blocks, runner.geometry.block_size)))
 
 
 def test_parts_that_were_refused_are_free_for_another_engine() -> None:

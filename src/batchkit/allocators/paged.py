@@ -62,6 +62,7 @@ class PagedAllocator(BlockAllocator):
         self._free = list(range(num_blocks))[::-1]
         self._tables: dict[int, tuple[int, ...]] = {}
         self._shared: dict[int, int] = {}  # how many hold it beyond the first, of blocks that more than one holds
+        self._num_shares = 0  # the sum of those
 
     @property
     @override
@@ -76,7 +77,7 @@ class PagedAllocator(BlockAllocator):
     @property
     @override
     def num_shares(self) -> int:
-        return sum(self._shared.values()) if self._shared else 0
+        return self._num_shares
 
     @override
     def table(self, seq_id: int, row: int = 0) -> Sequence[int]:
@@ -154,6 +155,7 @@ class PagedAllocator(BlockAllocator):
                 index.hold(block)
             else:
                 shared[block] = shared.get(block, 0) + 1
+                self._num_shares += 1
         while index is not None and need > len(self._free):
             self._free += index.evict()
         return True
@@ -174,6 +176,7 @@ class PagedAllocator(BlockAllocator):
         for block in reversed(table):
             if block in shared:
                 shared[block] -= 1
+                self._num_shares -= 1
                 if not shared[block]:
                     del shared[block]
             elif index is None or not index.let_go(block):
@@ -222,5 +225,7 @@ class PagedAllocator(BlockAllocator):
             raise InvariantError(f"a block stands in a table once: {state}")
         if self._shared != {block: times - 1 for block, times in held.items() if times > 1}:
             raise InvariantError(f"{self._shared} must say how many hold a block beyond the first: {state}")
+        if self._num_shares != sum(self._shared.values()):
+            raise InvariantError(f"{self._num_shares} must be how many shares there are: {self._shared}")
         if self._index is not None:
             self._index.check(held)

@@ -86,19 +86,21 @@ class Target(ABC):
                 **({"prefix_caching": True} if self.prefix_caching else {}),
             )
             recorder = StepRecorder(scheduler, clock)
-
-            def hook(report: StepReport) -> None:
-                recorder(report)
-                if on_step is not None:
-                    on_step(report)
-
-            watched = recorder if on_step is None else hook  # a call less in every step
-            engine = Engine(TrueLengths(runner), scheduler, clock=clock, on_step=watched, trace=trace)
+            hook = recorder if on_step is None else _both(recorder, on_step)
+            engine = Engine(TrueLengths(runner), scheduler, clock=clock, on_step=hook, trace=trace)
         except BaseException:
             runner.close()
             raise
         with engine:
             yield Stage(engine, recorder)
+
+
+def _both(first: Callable[[StepReport], None], second: Callable[[StepReport], None]) -> Callable[[StepReport], None]:
+    def hook(report: StepReport) -> None:
+        first(report)
+        second(report)
+
+    return hook
 
 
 def longest_output(load: Load) -> int:
