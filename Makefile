@@ -7,6 +7,8 @@ MODEL ?= .cache/smollm2
 DEMO_OUT ?= .cache/demo/answers.jsonl
 TORCH := torch==2.13.0
 OLDEST := transformers==5.17.0
+# Where triton 3.9 is, xformers' kernels do not work; nor does triton's interpreter with numpy 2.4.
+XFORMERS := xformers==0.0.35 'triton>=3.6,<3.9' 'numpy<2.4'
 PYTEST_ARGS ?=
 MEASURED ?= .cache/measured
 VARIANCE = $(BIN)/batchkit bench variance $(MODEL) --dtype float32 --kv-sequences 8 --n 48 --seeds 0
@@ -17,15 +19,17 @@ PYTHON_CODE := src tests examples benchmarks tools
 FAST_TESTS := tests/unit tests/contract tests/test_layers.py tests/test_exports.py src/batchkit
 # The rest does not know transformers.
 OLDEST_TESTS := tests/unit_hf tests/parity
+XFORMERS_TESTS := tests/interpreted
 
 .DELETE_ON_ERROR:
-.PHONY: help demo env model test test-fast test-oldest check format bench experiment experiment-measured models-doc clean clean-all
+.PHONY: help demo env model test test-fast test-oldest test-xformers check format bench experiment experiment-measured models-doc clean clean-all
 
 help:
 	@echo "make demo         set everything up, answer examples/prompts.jsonl with SmolLM2-135M, print the figures"
 	@echo "make test         set everything up, run the whole test suite"
 	@echo "make test-fast    the tests that need no torch, in an environment that has none"
 	@echo "make test-oldest  the suite's core on the oldest transformers that is admitted ($(OLDEST))"
+	@echo "make test-xformers  the kernels of xformers without a GPU, in triton's interpreter"
 	@echo "make check        ruff and mypy"
 	@echo "make format       ruff, mending what it can"
 	@echo "make bench        the benchmarks: scheduling, long jobs, the trace, sampling, prefixes, start-up, throughput"
@@ -62,6 +66,14 @@ $(VENV)/.ready: pyproject.toml Makefile
 	.venv-oldest/bin/python -m pip install --quiet $(TORCH) $(OLDEST) pytest hypothesis -e '.[structured]'
 	@touch $@
 
+# Without xformers' own dependencies: it names a torch.
+.venv-xformers/.ready: pyproject.toml Makefile
+	$(need_python)
+	$(PYTHON) -m venv .venv-xformers
+	.venv-xformers/bin/python -m pip install --quiet $(TORCH) $(filter-out xformers%,$(XFORMERS)) transformers safetensors typing-extensions tqdm pytest pytest-xdist
+	.venv-xformers/bin/python -m pip install --quiet --no-deps $(filter xformers%,$(XFORMERS)) -e .
+	@touch $@
+
 # Renamed into place when it is complete, so that the folder is either whole or absent.
 $(MODEL)/config.json: | $(VENV)/.ready
 	$(BIN)/python tools/make_smollm2.py $(MODEL)
@@ -87,6 +99,9 @@ test-fast: .venv-fast/.ready
 
 test-oldest: .venv-oldest/.ready model
 	BATCHKIT_SMOLLM2=$(MODEL) .venv-oldest/bin/python -m pytest -q $(PYTEST_ARGS) $(wildcard $(OLDEST_TESTS))
+
+test-xformers: .venv-xformers/.ready
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 XFORMERS_ENABLE_TRITON=1 .venv-xformers/bin/python -m pytest -q -n auto $(PYTEST_ARGS) $(XFORMERS_TESTS)
 
 check: env
 	$(BIN)/ruff check $(PYTHON_CODE)
@@ -127,4 +142,4 @@ clean:
 	find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-all: clean
-	rm -rf .venv .venv-fast .venv-oldest .cache
+	rm -rf .venv .venv-fast .venv-oldest .venv-xformers .cache

@@ -244,6 +244,7 @@ class Engine:
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
         max_tokens_per_step: int | None = None,
+        attention: Any = None,
         clock: Clock | None = None,
         on_step: Callable[[StepReport], None] | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -269,13 +270,14 @@ class Engine:
             max_model_len: the most tokens of prompt and output together. Default: the model's limit.
             max_num_seqs: see `Scheduler`.
             max_tokens_per_step: see `Scheduler`.
+            attention: a backend, or its name; see `batchkit.hf.runner.TransformersRunner`.
             clock: see `Engine`.
             on_step: see `Engine`.
             trace: see `Engine`.
             scheduler_args: further arguments of the policy's class.
 
         Raises:
-            UnsupportedModel: the model cannot be bound; with every reason.
+            UnsupportedModel: the model cannot be bound, or not with this attention; with every reason.
             OutOfKVMemory: not one block fits.
         """
         from .hf.runner import TransformersRunner
@@ -299,6 +301,7 @@ class Engine:
             swap_memory=swap_memory,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs or scheduler.default_max_num_seqs,
+            attention=attention,
             tokenizer=tokenizer,
         )
         try:

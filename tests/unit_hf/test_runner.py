@@ -20,7 +20,7 @@ from transformers import AutoConfig
 import batchkit.hf.kv_pool as kv_pool
 import batchkit.hf.loading as loading
 from batchkit import Engine, PagedAllocator, PagedScheduler
-from batchkit.errors import EngineClosed, OutOfKVMemory, RunnerOutOfMemory
+from batchkit.errors import EngineClosed, OutOfKVMemory, RunnerOutOfMemory, UnsupportedModel
 from batchkit.hf.backends.reference import ReferenceBackend
 from batchkit.hf.loading import load_weights
 from batchkit.hf.runner import TransformersRunner, eos_token_ids, model_len
@@ -307,6 +307,26 @@ class TestFaults:
 
         with pytest.raises(ValueError, match="backend picky: 2 layers are two too many"):
             TransformersRunner(tiny(), num_kv_blocks=1, attention=Picky())
+
+    def test_xformers_needs_a_device_and_says_all_that_is_missing(self) -> None:
+        with pytest.raises(UnsupportedModel) as caught:
+            TransformersRunner(tiny(), num_kv_blocks=1, attention="xformers")
+        for reason in (
+            "it needs a CUDA device, and the model is on cpu",
+            "it computes in float16 and bfloat16, and the model is in float32",
+            "heads have width 8, and its kernels are for 16, 32, 64, 128, 256, 512",
+        ):
+            assert str(caught.value).count(f"attention backend xformers: {reason}") == 1
+
+    def test_the_block_size_suits_the_backend(self) -> None:
+        class Coarse(ReferenceBackend):
+            name, default_block_size, block_size_multiple = "coarse", 32, 32
+
+        with pytest.raises(ValueError, match="must be a multiple of 32 for attention backend coarse, got 16"):
+            TransformersRunner(tiny(), num_kv_blocks=1, block_size=16, attention=Coarse())
+        assert TransformersRunner(tiny(), num_kv_blocks=1, block_size=64, attention=Coarse()).geometry.block_size == 64
+        assert TransformersRunner(tiny(), num_kv_blocks=1, attention=Coarse()).geometry.block_size == 32
+        assert TransformersRunner(tiny(), num_kv_blocks=1).geometry.block_size == 16
 
 
 def test_close() -> None:

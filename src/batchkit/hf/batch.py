@@ -25,7 +25,7 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One step as packed arrays: R rows with T tokens in all, row after row. Every array is int64.
+    """One step as packed arrays: R rows with T tokens in all, row after row. Arrays of numbers are int64.
 
     Block tables are ragged: those of row r are ``tables[table_starts[r] : table_starts[r + 1]]``, exactly the blocks
     that hold its ``kv_lens[r]`` tokens.
@@ -39,6 +39,7 @@ class Batch:
         kv_lens: [R], tokens of the sequence once this step's are written.
         tables: block numbers of all rows.
         table_starts: [R + 1].
+        contiguous: [R], whether the row's table is consecutive by construction.
         sampled: the last token of every row that samples.
     """
 
@@ -50,6 +51,7 @@ class Batch:
     kv_lens: IntArray
     tables: IntArray
     table_starts: IntArray
+    contiguous: npt.NDArray[np.bool_]
     sampled: IntArray
 
     @property
@@ -155,6 +157,7 @@ class BatchBuilder:
             kv_lens=kv_lens,
             tables=tables,
             table_starts=table_starts,
+            contiguous=np.fromiter((isinstance(row.blocks, range) for row in rows), np.bool_, count),
             sampled=query_starts[1:][samples] - 1,
         )
 

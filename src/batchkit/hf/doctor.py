@@ -19,7 +19,7 @@ from typing_extensions import override
 from ..params import SamplingParams
 from ..types import Request, RowResult, ScheduledSequence, SchedulerOutput
 from .attention import structural_clone
-from .runner import BLOCK_SIZE, TransformersRunner, model_len
+from .runner import TransformersRunner, model_len
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +34,8 @@ _LENGTHS = (5, 33, 90)
 _PIECES = (1, 1, 2, 5, 16, 19, 64)
 _DECODED = 3
 """So many tokens at the end of each sequence come one by one."""
+_BLOCK_SIZE = 16
+"""No backend's blocks are smaller; tables may be longer than needed."""
 _SPARE_BLOCKS = 3
 _WINDOW_UP_TO = 512
 """A sliding window no longer than this gets a sequence that is longer."""
@@ -97,7 +99,6 @@ class _Listener(TransformersRunner):
         super().__init__(
             model,
             num_kv_blocks=sum(map(_num_blocks, lengths)) + _SPARE_BLOCKS,
-            block_size=BLOCK_SIZE,
             max_model_len=max(lengths),
             attention=attention,
         )
@@ -132,7 +133,7 @@ def examine(model: PreTrainedModel, *, seed: int = 0, attention: AttentionBacken
         UnsupportedModel: it cannot be bound, with every reason.
     """
     window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None)
-    wanted = (*_LENGTHS, window + BLOCK_SIZE + 1) if window and window <= _WINDOW_UP_TO else _LENGTHS
+    wanted = (*_LENGTHS, window + _BLOCK_SIZE + 1) if window and window <= _WINDOW_UP_TO else _LENGTHS
     try:
         limit = model_len(model.config)
     except ValueError:  # the configuration states none, so that it allows any
@@ -158,7 +159,7 @@ def examine(model: PreTrainedModel, *, seed: int = 0, attention: AttentionBacken
 
 
 def _num_blocks(length: int) -> int:
-    return -(-length // BLOCK_SIZE)
+    return -(-length // _BLOCK_SIZE)
 
 
 def _kind(layer: LayerSpec) -> str:

@@ -12,10 +12,11 @@ from ..errors import UnsupportedModel
 from ..types import KVGeometry
 from .attention import probe_layers
 from .backends import choose_backend
+from .backends.reference import ReferenceBackend
 from .grammar import Grammars
 from .kv_pool import block_bytes, free_memory, num_blocks_for
 from .loading import default_device
-from .runner import BLOCK_SIZE, eos_token_ids, model_len
+from .runner import eos_token_ids, model_len
 from .tokenizer import HFTokenizer
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def preview(
     """
     config = AutoConfig.from_pretrained(name_or_path)
     where = torch.device(default_device() if device is None else device)
-    size = BLOCK_SIZE if block_size is None else block_size
+    size = ReferenceBackend.default_block_size if block_size is None else block_size
     length = model_len(config, max_model_len)
     model = without_weights(config, dtype)
     max_blocks = max_num_seqs * -(-length // size)

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
     from .backends.base import AttentionBackend
     from .batch import Batch, IntArray
 
-__all__ = ["BLOCK_SIZE", "TransformersRunner", "eos_token_ids", "model_len"]
+__all__ = ["TransformersRunner", "eos_token_ids", "model_len"]
 
-BLOCK_SIZE = 16
-"""Tokens per block, where nobody says otherwise."""
 _MAX_SCORED = 1 << 25
 """The most logits that one forward pass gives for log-probabilities of prompts: 128 MiB in float32."""
 
@@ -54,12 +52,12 @@ class TransformersRunner(ModelRunner):
         kv_memory: KV memory on the device, in bytes or as text such as ``"2GiB"``. Default: the smaller of half the
             memory that is free and what `max_num_seqs` sequences of full length can use. It is not touched before use.
         num_kv_blocks: the number of KV blocks, instead of `kv_memory`.
-        block_size: tokens per KV block; 16 by default.
+        block_size: tokens per KV block; by default what suits the backend, 16 for the reference.
         max_model_len: the most tokens of prompt and output together; at most, and by default, what the model can take
             (`model_len`).
         max_num_seqs: sequences that are expected to run at once; only the default of `kv_memory` depends on it.
         swap_memory: KV memory on the host for swapping, in bytes or as text. Default: none.
-        attention: a backend, or its name: ``"reference"``. Default: the best that supports the model.
+        attention: a backend, or its name: ``"reference"`` or ``"xformers"``. Default: the reference.
         tokenizer: for structured outputs, which need an `HFTokenizer`; other requests never need one here.
 
     Raises:
@@ -81,8 +79,9 @@ class TransformersRunner(ModelRunner):
         attention: AttentionBackend | str | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        size = BLOCK_SIZE if block_size is None else block_size
-        for name, value in (("block_size", size), ("max_num_seqs", max_num_seqs)):
+        for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):
+            if name == "block_size" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < 1:
@@ -91,6 +90,12 @@ class TransformersRunner(ModelRunner):
         layers = list(bound.layers.values())
         length = model_len(bound.model.config, max_model_len)
         backend = choose_backend(attention, layers, type(model).__name__)
+        size = backend.default_block_size if block_size is None else block_size
+        if size % backend.block_size_multiple:
+            raise ValueError(
+                f"block_size must be a multiple of {backend.block_size_multiple} for attention backend "
+                f"{backend.name}, got {size}"
+            )
         num_blocks = num_blocks_for(
             layers,
             block_size=size,

@@ -73,9 +73,17 @@ class LayerKV:
 
 
 class AttentionBackend(Protocol):
-    """Computes attention of a step's rows over the pool. Holds no state that a result depends on."""
+    """Computes attention of a step's rows over the pool. Holds no state that a result depends on.
+
+    Attributes:
+        name: what `TransformersRunner` calls it.
+        default_block_size: tokens per KV block, where nobody says otherwise.
+        block_size_multiple: a block size must be a multiple of it.
+    """
 
     name: str
+    default_block_size: int
+    block_size_multiple: int
 
     def unsupported_reasons(self, layers: Sequence[LayerSpec]) -> list[str]:
         """Everything about these layers that it cannot compute right; empty if nothing."""

@@ -92,6 +92,8 @@ class ReferenceBackend(AttentionBackend):
     """See the module. Computes every layer that a `LayerSpec` can describe."""
 
     name = "reference"
+    default_block_size = 16
+    block_size_multiple = 1
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[torch.dtype, bool], torch.Tensor] = {}

@@ -1,0 +1,337 @@
+"""Attention by xformers, on GPUs: its Triton split-K kernel for decoding, its fused kernels for everything longer.
+
+A step's rows are put into at most two groups, each of which is one call per layer:
+
+* Rows of one token read the pool where it lies. With block tables that are a ``range`` (contiguous reservations) the
+  kernel gets the first slot of each row, and looks nothing up; with any other tables it goes through them.
+* Rows of several tokens have no such kernel: what they see is gathered from the pool into consecutive tokens, or, if
+  all of them begin at 0, taken as the model has just computed it.
+
+A mask that the kernel cannot apply right is never given to it: for one query per row "causal" means "all", and with
+more queries per row xformers 0.0.35 computes rows after the first one wrongly under a mask with gaps (`_decode_mask`).
+
+Keys before the window of a sliding layer are left out by where a row's keys begin.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from typing_extensions import override
+
+from .base import AttentionBackend, to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ..batch import Batch, IntArray
+    from .base import LayerKV, LayerSpec
+
+__all__ = ["XformersBackend", "XformersPlan"]
+
+_HEAD_DIMS = (16, 32, 64, 128, 256, 512)
+_DTYPES = (torch.float16, torch.bfloat16)
+_DEVICES = frozenset({"cuda"})
+_CAPABILITY = (8, 0)
+_NO_BLOCK_POINTERS = (3, 9)  # the version of triton that removed what the kernel is written with
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Everything that is used of xformers. The next version moves it to another package: then this changes alone."""
+
+    forward: Any
+    split_k: Any
+    paged_mask: Any
+    paged_gappy_mask: Any
+    gappy_mask: Any
+    prefill_mask: Any
+
+
+@cache
+def _names() -> _Names:
+    from xformers.ops import memory_efficient_attention_forward
+    from xformers.ops.fmha import attn_bias, triton_splitk
+
+    return _Names(
+        forward=memory_efficient_attention_forward,
+        split_k=triton_splitk.FwOp,
+        paged_mask=attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask,
+        paged_gappy_mask=attn_bias.PagedBlockDiagonalCausalWithOffsetGappyKeysMask,
+        gappy_mask=attn_bias.BlockDiagonalCausalWithOffsetGappyKeysMask,
+        prefill_mask=attn_bias.BlockDiagonalCausalFromBottomRightMask,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Group:
+    """Rows that one call computes.
+
+    Attributes:
+        tokens: of the step, which are its queries; None: all, in order.
+        slots: of the pool, what is gathered as keys and values; None: nothing is.
+        reads_pool: the mask is over the pool itself.
+        mask: of xformers.
+    """
+
+    tokens: torch.Tensor | None
+    slots: torch.Tensor | None
+    reads_pool: bool
+    mask: Any
+
+
+class XformersPlan:
+    """The groups of one step, made when the first layer with a given window and device asks for them."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+        self._groups: dict[tuple[int | None, torch.device], list[_Group]] = {}
+
+    def groups(self, window: int | None, kv: LayerKV, device: torch.device) -> list[_Group]:
+        """The groups for layers with this window on this device."""
+        key = (window, device)
+        found = self._groups.get(key)
+        if found is None:
+            found = self._groups[key] = list(_make_groups(self.batch, window, kv, device))
+        return found
+
+
+class XformersBackend(AttentionBackend):
+    """See the module. For GPUs of compute capability 8.0 and up, in float16 and bfloat16."""
+
+    name = "xformers"
+    default_block_size = 64
+    block_size_multiple = 64
+
+    @override
+    def unsupported_reasons(self, layers: Sequence[LayerSpec]) -> list[str]:
+        reasons = _missing_parts()
+        for layer in layers:
+            reasons += _unsupported(layer)
+        return list(dict.fromkeys(reasons))
+
+    @override
+    def plan(self, batch: Batch) -> XformersPlan:
+        return XformersPlan(batch)
+
+    @override
+    def drop_caches(self) -> None:
+        pass
+
+    @override
+    def attend(
+        self,
+        layer: LayerSpec,
+        kv: LayerKV,
+        plan: XformersPlan,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        groups = plan.groups(layer.window, kv, query.device)
+        out = None
+        for group in groups:
+            part = self._attend_group(layer, kv, group, query, key, value, scaling)
+            if group.tokens is None:  # all tokens in order, so it is the only group
+                return part
+            if out is None:
+                out = query.new_empty(query.shape[0], layer.num_heads, layer.value_dim)
+            out.index_copy_(0, group.tokens, part)
+        assert out is not None
+        return out
+
+    def _attend_group(
+        self,
+        layer: LayerSpec,
+        kv: LayerKV,
+        group: _Group,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """[tokens of the group, num_heads, value_dim]."""
+        q = query if group.tokens is None else query.index_select(0, group.tokens)
+        if group.reads_pool:
+            k, v = kv.key.transpose(0, 1), kv.value.transpose(0, 1)
+        elif group.slots is not None:
+            k = kv.key.index_select(1, group.slots).transpose(0, 1)
+            v = kv.value.index_select(1, group.slots).transpose(0, 1)
+        else:
+            k = key if group.tokens is None else key.index_select(0, group.tokens)
+            v = value if group.tokens is None else value.index_select(0, group.tokens)
+        shared = layer.num_heads // layer.num_kv_heads
+        out = self._forward(
+            q.view(1, -1, layer.num_kv_heads, shared, layer.key_dim),
+            _repeated(k, shared),
+            _repeated(v, shared),
+            group.mask,
+            scaling,
+            decodes=group.reads_pool,
+        )
+        return out.reshape(q.shape[0], layer.num_heads, layer.value_dim)
+
+    def _forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        scaling: float | None,
+        *,
+        decodes: bool,
+    ) -> torch.Tensor:
+        """[1, Q, groups, heads of a group, width] of each, and of the result."""
+        names = _names()
+        # The dispatcher never picks the split-K kernel for these masks; the kernels for the others it picks itself.
+        op = names.split_k if decodes else None
+        out: torch.Tensor = names.forward(query, key, value, attn_bias=mask, scale=scaling, op=op)
+        return out
+
+
+def _repeated(packed: torch.Tensor, times: int) -> torch.Tensor:
+    """[S, KV heads, width] -> [1, S, KV heads, times, width], without a copy: heads of a group share their stride."""
+    return packed[None, :, :, None].expand(1, -1, -1, times, -1)
+
+
+def _missing_parts() -> list[str]:
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return ["triton is not installed: pip install 'triton>=3.6,<3.9'"]
+    if tuple(int(part) for part in triton.split(".")[:2]) >= _NO_BLOCK_POINTERS:
+        return [f"triton {triton} has not what its kernels are written with: pip install 'triton>=3.6,<3.9'"]
+    try:
+        _names()
+    except Exception as error:  # a package that was built for another torch raises whatever it likes
+        return [f"xformers cannot be imported ({type(error).__name__}: {error})"]
+    return []
+
+
+def _unsupported(layer: LayerSpec) -> list[str]:
+    """Why one layer cannot be computed."""
+    reasons = []
+    if layer.device.type not in _DEVICES:
+        reasons.append(f"it needs a CUDA device, and the model is on {layer.device}")
+    elif layer.device.type == "cuda":
+        found = torch.cuda.get_device_capability(layer.device)
+        if found < _CAPABILITY:
+            reasons.append(
+                f"it needs compute capability {_version(_CAPABILITY)}, and {layer.device} has {_version(found)}"
+            )
+    if layer.dtype not in _DTYPES:
+        reasons.append(f"it computes in float16 and bfloat16, and the model is in {_dtype(layer.dtype)}")
+    if layer.key_dim != layer.value_dim:
+        reasons.append(f"keys and values have different widths, {layer.key_dim} and {layer.value_dim}")
+    if layer.key_dim not in _HEAD_DIMS:
+        widths = ", ".join(map(str, _HEAD_DIMS))
+        reasons.append(f"heads have width {layer.key_dim}, and its kernels are for {widths}")
+    if layer.softcap is not None:
+        reasons.append("scores are soft-capped")
+    if layer.has_sinks:
+        reasons.append("there are attention sinks")
+    return reasons
+
+
+def _version(pair: tuple[int, int]) -> str:
+    return ".".join(map(str, pair))
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _make_groups(batch: Batch, window: int | None, kv: LayerKV, device: torch.device) -> list[_Group]:
+    single = batch.query_lens == 1
+    groups = []
+    for rows, make in ((np.flatnonzero(single), _decode_group), (np.flatnonzero(~single), _prefill_group)):
+        if len(rows):
+            groups.append(make(batch, rows, window, kv, device))
+    return groups
+
+
+def _first_keys(batch: Batch, rows: IntArray, window: int | None) -> IntArray:
+    """Position of the first key that any query of a row sees."""
+    if window is None:
+        return np.zeros(len(rows), np.int64)
+    first: IntArray = np.maximum(batch.kv_lens[rows] - batch.query_lens[rows] + 1 - window, 0)
+    return first
+
+
+def _decode_group(batch: Batch, rows: IntArray, window: int | None, kv: LayerKV, device: torch.device) -> _Group:
+    everything = len(rows) == batch.num_tokens
+    return _Group(
+        tokens=None if everything else to_device(batch.query_starts[rows], device),
+        slots=None,
+        reads_pool=True,
+        mask=_decode_mask(batch, rows, window, kv, device),
+    )
+
+
+def _decode_mask(batch: Batch, rows: IntArray, window: int | None, kv: LayerKV, device: torch.device) -> Any:
+    """For rows of one token.
+
+    Raises:
+        ValueError: a row has more tokens. Masks with gaps then give wrong results, and say nothing.
+    """
+    lens = batch.query_lens[rows]
+    if (lens != 1).any():
+        raise ValueError(f"the decode kernels are for one token per row, got rows of {lens.tolist()}")
+    names, size = _names(), batch.block_size
+    first = _first_keys(batch, rows, window)
+    counts = (batch.kv_lens[rows] - first).tolist()
+    ones = [1] * len(rows)
+    if batch.contiguous[rows].all():
+        starts = batch.tables[batch.table_starts[rows]] * size + first
+        total = kv.key.shape[1]
+        return names.gappy_mask.from_seqlens(ones, [*starts.tolist(), total], counts, device=device)
+    first_block = first // size
+    width = -(-int((batch.kv_lens[rows] - first_block * size).max()) // size)
+    tables = to_device(batch.padded_tables(rows, first_block, width, kv.zero_block).astype(np.int32), device)
+    starts = first - first_block * size
+    if not starts.any():
+        return names.paged_mask.from_seqlens(ones, counts, tables, size, device=device)
+    # Its own `from_seqlens` asks for two different numbers of starts at once, in 0.0.35.
+    padding = width * size
+    at = (starts + np.arange(len(rows)) * padding).tolist()
+    mask = names.gappy_mask.from_seqlens(ones, [*at, len(rows) * padding], counts, device=device)
+    return mask.make_paged(tables, size, padding, names.paged_gappy_mask)
+
+
+def _prefill_group(batch: Batch, rows: IntArray, window: int | None, kv: LayerKV, device: torch.device) -> _Group:
+    lens, starts = batch.query_lens[rows], batch.query_starts[rows]
+    everything = int(lens.sum()) == batch.num_tokens
+    first = _first_keys(batch, rows, window)
+    counts = batch.kv_lens[rows] - first
+    slots = None
+    if (batch.kv_lens[rows] > lens).any():
+        positions = _ranges(first, counts)
+        tables = np.repeat(batch.table_starts[rows], counts)
+        blocks = batch.tables[tables + positions // batch.block_size]
+        slots = to_device(blocks * batch.block_size + positions % batch.block_size, device)
+    else:
+        counts = lens
+    mask = _names().prefill_mask.from_seqlens(lens.tolist(), counts.tolist(), device=device)
+    if window is not None and int(batch.kv_lens[rows].max()) > window:
+        mask = mask.make_local_attention_from_bottomright(window)
+    return _Group(
+        tokens=None if everything else to_device(_ranges(starts, lens), device),
+        slots=slots,
+        reads_pool=False,
+        mask=mask,
+    )
+
+
+def _ranges(starts: IntArray, lens: IntArray) -> IntArray:
+    """``starts[0] .. starts[0] + lens[0] - 1``, then the next."""
+    ends = np.cumsum(lens)
+    ranges: IntArray = np.arange(int(ends[-1])) + np.repeat(starts - (ends - lens), lens)
+    return ranges

@@ -1,0 +1,115 @@
+"""The backend's kernels and masks against the reference backend."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import batchkit.hf.backends.xformers as backend
+from batchkit.errors import UnsupportedModel
+from batchkit.hf.backends import choose_backend
+from batchkit.hf.backends.reference import ReferenceBackend
+from interpreted.rig import BLOCK, CPU, OnCPU, case, layer
+
+AROUND_BLOCKS = [(0, 1), (62, 1), (63, 1), (64, 1), (129, 1)]
+
+
+@pytest.mark.parametrize("scattered", [True, False], ids=["paged", "contiguous"])
+@pytest.mark.parametrize(
+    ("kv_heads", "shared", "width", "window"),
+    [(2, 1, 64, None), (1, 8, 64, None), (1, 2, 128, None), (1, 2, 64, 70), (1, 1, 64, 1)],
+)
+def test_decoding_is_what_the_reference_computes(kv_heads, shared, width, window, scattered) -> None:
+    step = case(layer(kv_heads, shared, width, window), AROUND_BLOCKS, scattered=scattered)
+    assert step.batch.contiguous.all() != scattered
+    torch.testing.assert_close(step.run(OnCPU()), step.run(ReferenceBackend()), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_step_of_prompts_chunks_and_decodes(window) -> None:
+    rows = [(0, 7), (66, 1), (61, 9), (0, 1), (3, 2)]
+    step = case(layer(window=window), rows, scattered=True)
+    torch.testing.assert_close(step.run(OnCPU()), step.run(ReferenceBackend()), atol=2e-3, rtol=0)
+
+
+def test_fresh_prompts_alone_read_nothing_from_the_pool() -> None:
+    step = case(layer(), [(0, 7), (0, 3)], scattered=True)
+    step.kv.key.fill_(float("nan"))
+    step.kv.value.fill_(float("nan"))
+    torch.testing.assert_close(step.run(OnCPU()), step.run(ReferenceBackend()), atol=2e-3, rtol=0)
+
+
+def test_the_kernel_for_gaps_is_wrong_for_several_queries_and_never_gets_them() -> None:
+    names = backend._names()
+    step = case(layer(), [(60, 4), (60, 4)], scattered=False)
+    starts = (step.batch.tables[step.batch.table_starts[:-1]] * BLOCK).tolist()
+    mask = names.gappy_mask.from_seqlens([4, 4], [*starts, step.kv.key.shape[1]], [64, 64], device=CPU)
+    query = step.query[None, :, :, None]
+    key, value = (backend._repeated(pool.transpose(0, 1), 1) for pool in (step.kv.key, step.kv.value))
+    got = names.forward(query, key, value, attn_bias=mask, op=names.split_k).reshape(8, 2, 64)
+    error = (got - step.run(ReferenceBackend())).abs().amax((1, 2))
+    # The last query of a row sees all that the row has; those before it see what they must not.
+    assert error[[3, 7]].max() < 2e-3 and error[[0, 4]].min() > 0.05
+    with pytest.raises(ValueError, match=r"one token per row, got rows of \[4, 4\]"):
+        backend._decode_mask(step.batch, np.arange(2), None, step.kv, CPU)
+
+
+def seen_by(step, window: int | None) -> torch.Tensor:
+    """[T, T + keys]: which slots of the pool each token sees, written out."""
+    seen = torch.zeros(step.batch.num_tokens, step.kv.key.shape[1], dtype=torch.bool)
+    for row in range(step.batch.num_rows):
+        table = step.batch.tables[step.batch.table_starts[row] : step.batch.table_starts[row + 1]]
+        for token in range(step.batch.query_starts[row], step.batch.query_starts[row + 1]):
+            last = int(step.batch.positions[token])
+            for position in range(0 if window is None else max(0, last + 1 - window), last + 1):
+                seen[token, table[position // BLOCK] * BLOCK + position % BLOCK] = True
+    return seen
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_masks_hide_what_the_reference_hides(seed: int) -> None:
+    rng = random.Random(seed)
+    window = rng.choice([None, 1, 40, 64, 200])
+    rows = [
+        (rng.choice([0, rng.randint(0, 200)]), rng.choice([1, rng.randint(1, 90)])) for _ in range(rng.randint(1, 5))
+    ]
+    step = case(layer(width=16, window=window), rows, scattered=rng.random() < 0.5, num_blocks=40, seed=seed)
+    want = seen_by(step, window)
+    num_seen = 0
+    for group in OnCPU().plan(step.batch).groups(window, step.kv, CPU):
+        tokens = torch.arange(step.batch.num_tokens) if group.tokens is None else group.tokens
+        if group.reads_pool:
+            slots = torch.arange(step.kv.key.shape[1])
+        elif group.slots is not None:
+            slots = group.slots
+        else:
+            slots = torch.as_tensor(step.batch.slots)[tokens]
+        shape = (len(tokens), len(slots))
+        if hasattr(group.mask, "block_tables"):  # over the slots up to the last block in use
+            shape = (len(tokens), group.mask.block_tables.numel() * BLOCK)
+        got = group.mask.materialize(shape) == 0
+        seen = torch.zeros_like(want[tokens])
+        # A slot may be gathered for several rows.
+        for token in range(len(tokens)):
+            seen[token, slots[: got.shape[1]][got[token]]] = True
+        torch.testing.assert_close(seen, want[tokens])
+        num_seen += int(got.sum())
+    assert num_seen == int(want.sum())
+
+
+def test_every_reason_at_once() -> None:
+    bad = replace(layer(), key_dim=24, value_dim=32, dtype=torch.float32, softcap=2.0, has_sinks=True)
+    with pytest.raises(UnsupportedModel) as caught:
+        choose_backend("xformers", [bad, bad], "Strange")
+    for reason in (
+        "float16 and bfloat16, and the model is in float32",
+        "different widths, 24 and 32",
+        "heads have width 24, and its kernels are for 16, 32, 64, 128, 256, 512",
+        "soft-capped",
+        "sinks",
+    ):
+        assert str(caught.value).count(reason) == 1
