@@ -70,7 +70,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 .venv-xformers/.ready: pyproject.toml Makefile
 	$(need_python)
 	$(PYTHON) -m venv .venv-xformers
-	.venv-xformers/bin/python -m pip install --quiet $(TORCH) $(filter-out xformers%,$(XFORMERS)) transformers safetensors typing-extensions tqdm pytest pytest-xdist
+	.venv-xformers/bin/python -m pip install --quiet $(TORCH) $(filter-out xformers%,$(XFORMERS)) transformers safetensors typing-extensions tqdm hypothesis pytest pytest-xdist
 	.venv-xformers/bin/python -m pip install --quiet --no-deps $(filter xformers%,$(XFORMERS)) -e .
 	@touch $@
 
