@@ -256,8 +256,9 @@ class Step:
                 return None
         elif seq.id not in scheduler._waiting.ids:
             return None
-        _, why, slots = self._refusals.get(seq.id, (seq, None, 0))
-        known = seq.num_tokens
+        refusal = self._refusals.get(seq.id)
+        _, why, slots = (seq, None, 0) if refusal is None else refusal
+        known = seq.num_prompt + len(seq.output)
         slots = min(slots or known, allocator.num_blocks * allocator.block_size)
         return Blocked(  # by position: see `Scheduler.next_step`
             seq.request.id,
