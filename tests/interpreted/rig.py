@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import override
 
-from batchkit.hf.backends.base import LayerKV, LayerSpec
+from batchkit.hf.backends.base import AttentionBackend, LayerKV, LayerSpec
 from batchkit.hf.backends.xformers import XformersBackend
 from batchkit.hf.batch import Batch, BatchBuilder
 from batchkit.hf.kv_pool import KVPool
@@ -47,9 +47,9 @@ class Case:
     key: torch.Tensor
     value: torch.Tensor
 
-    def run(self, backend: XformersBackend) -> torch.Tensor:
+    def run(self, backend: AttentionBackend, scaling: float | None = None) -> torch.Tensor:
         plan = backend.plan(self.batch)
-        return backend.attend(self.layer, self.kv, plan, self.query, self.key, self.value, scaling=None, sinks=None)
+        return backend.attend(self.layer, self.kv, plan, self.query, self.key, self.value, scaling=scaling, sinks=None)
 
 
 def case(spec: LayerSpec, rows: list[tuple[int, int]], *, scattered: bool, num_blocks: int = 24, seed: int = 0) -> Case:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import numpy.typing as npt
 
     from ..batch import Batch
 
-__all__ = ["AttentionBackend", "LayerKV", "LayerSpec", "to_device"]
+__all__ = ["AttentionBackend", "LayerKV", "LayerSpec", "StepGroups", "to_device"]
+
+G = TypeVar("G")
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -70,6 +72,28 @@ class LayerKV:
     value: torch.Tensor
     block_size: int
     zero_block: int
+
+
+class StepGroups(Generic[G]):
+    """A plan that puts the rows of a step into groups, when the first layer with a given window and device asks.
+
+    Args:
+        batch: the step.
+        make: the groups, of the batch, a window, a device, and the number of the block of zeros.
+    """
+
+    def __init__(self, batch: Batch, make: Callable[[Batch, int | None, torch.device, int], Iterable[G]]) -> None:
+        self.batch = batch
+        self._make = make
+        self._groups: dict[tuple[int | None, torch.device], list[G]] = {}
+
+    def groups(self, window: int | None, device: torch.device, zero_block: int) -> list[G]:
+        """The groups for layers with this window on this device."""
+        key = (window, device)
+        found = self._groups.get(key)
+        if found is None:
+            found = self._groups[key] = list(self._make(self.batch, window, device, zero_block))
+        return found
 
 
 class AttentionBackend(Protocol):

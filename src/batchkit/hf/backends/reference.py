@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from typing_extensions import override
 
-from .base import AttentionBackend, to_device
+from .base import AttentionBackend, StepGroups, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..batch import Batch, IntArray
     from .base import LayerKV, LayerSpec
 
-__all__ = ["ReferenceBackend", "ReferencePlan"]
+__all__ = ["ReferenceBackend"]
 
 _SIMILAR = 256
 """Rows up to this many tokens are similar, however much they differ."""
@@ -72,22 +72,6 @@ class _Group:
     mask: torch.Tensor | None
 
 
-class ReferencePlan:
-    """The groups of one step, made when the first layer with a given window and device asks for them."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self._groups: dict[tuple[int | None, torch.device], list[_Group]] = {}
-
-    def groups(self, window: int | None, device: torch.device, zero_block: int) -> list[_Group]:
-        """The groups for layers with this window on this device."""
-        key = (window, device)
-        found = self._groups.get(key)
-        if found is None:
-            found = self._groups[key] = list(_make_groups(self.batch, window, device, zero_block))
-        return found
-
-
 class ReferenceBackend(AttentionBackend):
     """See the module. Computes every layer that a `LayerSpec` can describe."""
 
@@ -103,8 +87,8 @@ class ReferenceBackend(AttentionBackend):
         return []
 
     @override
-    def plan(self, batch: Batch) -> ReferencePlan:
-        return ReferencePlan(batch)
+    def plan(self, batch: Batch) -> StepGroups[_Group]:
+        return StepGroups(batch, _make_groups)
 
     @override
     def drop_caches(self) -> None:
@@ -115,7 +99,7 @@ class ReferenceBackend(AttentionBackend):
         self,
         layer: LayerSpec,
         kv: LayerKV,
-        plan: ReferencePlan,
+        plan: StepGroups[_Group],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,

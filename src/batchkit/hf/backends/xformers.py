@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from .base import AttentionBackend, to_device
+from .base import AttentionBackend, StepGroups, to_device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ..batch import Batch, IntArray
     from .base import LayerKV, LayerSpec
 
-__all__ = ["XformersBackend", "XformersPlan"]
+__all__ = ["XformersBackend"]
 
 _HEAD_DIMS = (16, 32, 64, 128, 256, 512)
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -85,22 +85,6 @@ class _Group:
     mask: Any
 
 
-class XformersPlan:
-    """The groups of one step, made when the first layer with a given window and device asks for them."""
-
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-        self._groups: dict[tuple[int | None, torch.device], list[_Group]] = {}
-
-    def groups(self, window: int | None, kv: LayerKV, device: torch.device) -> list[_Group]:
-        """The groups for layers with this window on this device."""
-        key = (window, device)
-        found = self._groups.get(key)
-        if found is None:
-            found = self._groups[key] = list(_make_groups(self.batch, window, kv, device))
-        return found
-
-
 class XformersBackend(AttentionBackend):
     """See the module. For GPUs of compute capability 8.0 and up, in float16 and bfloat16."""
 
@@ -116,8 +100,8 @@ class XformersBackend(AttentionBackend):
         return list(dict.fromkeys(reasons))
 
     @override
-    def plan(self, batch: Batch) -> XformersPlan:
-        return XformersPlan(batch)
+    def plan(self, batch: Batch) -> StepGroups[_Group]:
+        return StepGroups(batch, _make_groups)
 
     @override
     def drop_caches(self) -> None:
@@ -128,7 +112,7 @@ class XformersBackend(AttentionBackend):
         self,
         layer: LayerSpec,
         kv: LayerKV,
-        plan: XformersPlan,
+        plan: StepGroups[_Group],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -136,7 +120,7 @@ class XformersBackend(AttentionBackend):
         scaling: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        groups = plan.groups(layer.window, kv, query.device)
+        groups = plan.groups(layer.window, query.device, kv.zero_block)
         out = None
         for group in groups:
             part = self._attend_group(layer, kv, group, query, key, value, scaling)
@@ -249,12 +233,12 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _make_groups(batch: Batch, window: int | None, kv: LayerKV, device: torch.device) -> list[_Group]:
+def _make_groups(batch: Batch, window: int | None, device: torch.device, zero_block: int) -> list[_Group]:
     single = batch.query_lens == 1
     groups = []
     for rows, make in ((np.flatnonzero(single), _decode_group), (np.flatnonzero(~single), _prefill_group)):
         if len(rows):
-            groups.append(make(batch, rows, window, kv, device))
+            groups.append(make(batch, rows, window, device, zero_block))
     return groups
 
 
@@ -266,17 +250,17 @@ def _first_keys(batch: Batch, rows: IntArray, window: int | None) -> IntArray:
     return first
 
 
-def _decode_group(batch: Batch, rows: IntArray, window: int | None, kv: LayerKV, device: torch.device) -> _Group:
+def _decode_group(batch: Batch, rows: IntArray, window: int | None, device: torch.device, zero_block: int) -> _Group:
     everything = len(rows) == batch.num_tokens
     return _Group(
         tokens=None if everything else to_device(batch.query_starts[rows], device),
         slots=None,
         reads_pool=True,
-        mask=_decode_mask(batch, rows, window, kv, device),
+        mask=_decode_mask(batch, rows, window, device, zero_block),
     )
 
 
-def _decode_mask(batch: Batch, rows: IntArray, window: int | None, kv: LayerKV, device: torch.device) -> Any:
+def _decode_mask(batch: Batch, rows: IntArray, window: int | None, device: torch.device, zero_block: int) -> Any:
     """For rows of one token.
 
     Raises:
@@ -291,11 +275,11 @@ def _decode_mask(batch: Batch, rows: IntArray, window: int | None, kv: LayerKV, 
     ones = [1] * len(rows)
     if batch.contiguous[rows].all():
         starts = batch.tables[batch.table_starts[rows]] * size + first
-        total = kv.key.shape[1]
+        total = (zero_block + 1) * size
         return names.gappy_mask.from_seqlens(ones, [*starts.tolist(), total], counts, device=device)
     first_block = first // size
     width = -(-int((batch.kv_lens[rows] - first_block * size).max()) // size)
-    tables = to_device(batch.padded_tables(rows, first_block, width, kv.zero_block).astype(np.int32), device)
+    tables = to_device(batch.padded_tables(rows, first_block, width, zero_block).astype(np.int32), device)
     starts = first - first_block * size
     if not starts.any():
         return names.paged_mask.from_seqlens(ones, counts, tables, size, device=device)
@@ -306,7 +290,7 @@ def _decode_mask(batch: Batch, rows: IntArray, window: int | None, kv: LayerKV, 
     return mask.make_paged(tables, size, padding, names.paged_gappy_mask)
 
 
-def _prefill_group(batch: Batch, rows: IntArray, window: int | None, kv: LayerKV, device: torch.device) -> _Group:
+def _prefill_group(batch: Batch, rows: IntArray, window: int | None, device: torch.device, zero_block: int) -> _Group:
     lens, starts = batch.query_lens[rows], batch.query_starts[rows]
     everything = int(lens.sum()) == batch.num_tokens
     first = _first_keys(batch, rows, window)
