@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -317,6 +318,27 @@ class TestFaults:
             "heads have width 8, and its kernels are for 16, 32, 64, 128, 256, 512",
         ):
             assert str(caught.value).count(f"attention backend xformers: {reason}") == 1
+
+    @pytest.mark.parametrize(
+        ("version", "reason"),
+        [
+            (None, "triton is not installed: pip install 'triton>=3.6,<3.9'"),
+            ("3.9.0rc1", "triton 3.9.0rc1 has not what its kernels are written with: pip install 'triton>=3.6,<3.9'"),
+            ("4.0", "triton 4.0 has not what its kernels are written with"),
+            ("3.8.0+cpu", None),
+        ],
+    )
+    def test_a_triton_that_xformers_cannot_use(self, monkeypatch, version: str | None, reason: str | None) -> None:
+        def installed(name: str) -> str:
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(importlib.metadata, "version", installed)
+        with pytest.raises(UnsupportedModel) as caught:
+            TransformersRunner(tiny(), num_kv_blocks=1, attention="xformers")
+        assert ("triton" in str(caught.value)) == (reason is not None)
+        assert reason is None or reason in str(caught.value)
 
     def test_the_block_size_suits_the_backend(self) -> None:
         class Coarse(ReferenceBackend):

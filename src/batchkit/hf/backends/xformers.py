@@ -7,15 +7,15 @@ A step's rows are put into at most two groups, each of which is one call per lay
 * Rows of several tokens have no such kernel: what they see is gathered from the pool into consecutive tokens, or, if
   all of them begin at 0, taken as the model has just computed it.
 
-A mask that the kernel cannot apply right is never given to it: for one query per row "causal" means "all", and with
-more queries per row xformers 0.0.35 computes rows after the first one wrongly under a mask with gaps (`_decode_mask`).
-
-Keys before the window of a sliding layer are left out by where a row's keys begin.
+With one query per row "causal" means "all", and the window of a sliding layer is where a row's keys begin. With several
+queries the kernel of xformers 0.0.35 would be wrong under a mask with gaps: all but a row's last query see keys that
+they must not, wherever the row does not begin at slot 0. It never gets them (`_decode_mask`).
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -191,7 +191,8 @@ def _missing_parts() -> list[str]:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return ["triton is not installed: pip install 'triton>=3.6,<3.9'"]
-    if tuple(int(part) for part in triton.split(".")[:2]) >= _NO_BLOCK_POINTERS:
+    found = re.match(r"(\d+)\.(\d+)", triton)
+    if found is not None and (int(found[1]), int(found[2])) >= _NO_BLOCK_POINTERS:
         return [f"triton {triton} has not what its kernels are written with: pip install 'triton>=3.6,<3.9'"]
     try:
         _names()
