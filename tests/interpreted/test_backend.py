@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -57,7 +58,7 @@ def test_the_kernel_for_gaps_is_wrong_for_several_queries_and_never_gets_them() 
     # The last query of a row sees all that the row has; those before it see what they must not.
     assert error[[3, 7]].max() < 2e-3 and error[[0, 4]].min() > 0.05
     with pytest.raises(ValueError, match=r"one token per row, got rows of \[4, 4\]"):
-        backend._decode_mask(step.batch, np.arange(2), None, CPU, step.kv.zero_block)
+        backend._decode_mask(step.batch, np.arange(2), 2, None, CPU, step.kv.zero_block)
 
 
 def seen_by(step, window: int | None) -> torch.Tensor:
@@ -94,6 +95,8 @@ def test_masks_hide_what_the_reference_hides(seed: int) -> None:
         if hasattr(group.mask, "block_tables"):  # over the slots up to the last block in use
             shape = (len(tokens), group.mask.block_tables.numel() * BLOCK)
         got = group.mask.materialize(shape) == 0
+        assert got[group.num_tokens :].sum() == len(tokens) - group.num_tokens  # padding sees one key each
+        got, tokens = got[: group.num_tokens], tokens[: group.num_tokens]
         seen = torch.zeros_like(want[tokens])
         # A slot may be gathered for several rows.
         for token in range(len(tokens)):
@@ -103,6 +106,49 @@ def test_masks_hide_what_the_reference_hides(seed: int) -> None:
     assert num_seen == int(want.sum())
 
 
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("scattered", [True, False], ids=["paged", "contiguous"])
+def test_a_batch_that_grows_compiles_few_kernels(monkeypatch, scattered: bool, window: int | None) -> None:
+    sizes = ("Z", "N_CTX_K", "BLOCK_N_PER_SPLIT", "kv_cache_blocks_per_row", "NUM_PROGRAMS_DIM2_CONST")
+    compiled = set()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda **arguments: compiled.add(tuple(arguments[name] for name in sizes))
+
+    op = backend._names().split_k
+    monkeypatch.setattr(op, "get_kernel", classmethod(lambda cls: Kernel()))
+    monkeypatch.setattr(sys.modules[op.__module__], "merge_attentions", lambda *parts: None)
+    for num_rows in range(5, 9):
+        for start in range(0, 130, 7):
+            rows = [(start + row, 1) for row in range(num_rows)]
+            case(layer(1, window=window), rows, scattered=scattered, num_blocks=40).run(OnCPU())
+    assert 1 <= len(compiled) <= 4
+
+
+def test_more_keys_than_the_kernel_can_count(monkeypatch) -> None:
+    step = case(layer(), [(3, 1)], scattered=True)
+    monkeypatch.setattr(backend, "_MOST_ELEMENTS", step.kv.key.numel() - 1)
+    with pytest.raises(ValueError, match="take 204,800 elements, and xformers' kernel counts only up to"):
+        step.run(OnCPU())
+
+
+def test_kernels_that_fail_when_they_are_tried_are_a_reason(monkeypatch) -> None:
+    assert OnCPU().unsupported_reasons([layer(), layer(window=5)]) == []
+    tried = []
+
+    class NotBuilt(OnCPU):
+        def _forward(self, query, key, value, mask, scaling, *, decodes):
+            tried.append(decodes)
+            if not decodes:
+                raise NotImplementedError("No operator found\n   xFormers wasn't build with CUDA support")
+            return super()._forward(query, key, value, mask, scaling, decodes=decodes)
+
+    with pytest.raises(UnsupportedModel, match="tried: NotImplementedError: No operator found xFormers wasn't build"):
+        choose_backend(NotBuilt(), [layer(), layer(window=5)], "Any")
+    assert tried == [True, False]
+
+
 def test_every_reason_at_once() -> None:
     bad = replace(layer(), key_dim=24, value_dim=32, dtype=torch.float32, softcap=2.0, has_sinks=True)
     with pytest.raises(UnsupportedModel) as caught:
@@ -110,7 +156,7 @@ def test_every_reason_at_once() -> None:
     for reason in (
         "float16 and bfloat16, and the model is in float32",
         "different widths, 24 and 32",
-        "heads have width 24, and its kernels are for 16, 32, 64, 128, 256, 512",
+        "heads have width 24, and its kernels are for 16, 32, 64, 128, 256",
         "soft-capped",
         "sinks",
     ):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +34,12 @@ if TYPE_CHECKING:
 
 __all__ = ["XformersBackend"]
 
-_HEAD_DIMS = (16, 32, 64, 128, 256, 512)
+_HEAD_DIMS = (16, 32, 64, 128, 256)  # 512 has no kernel for prompts on every device
 _DTYPES = (torch.float16, torch.bfloat16)
 _DEVICES = frozenset({"cuda"})
 _CAPABILITY = (8, 0)
+_MOST_ELEMENTS = (1 << 31) - 1
+_TRITON = ("triton", "triton-windows", "pytorch-triton")
 _NO_BLOCK_POINTERS = (3, 9)  # the version of triton that removed what the kernel is written with
 
 
@@ -73,13 +75,15 @@ class _Group:
     """Rows that one call computes.
 
     Attributes:
-        tokens: of the step, which are its queries; None: all, in order.
+        tokens: of the step, which are its queries; None: all, in order. Padding repeats the last one.
+        num_tokens: how many of them are no padding.
         slots: of the pool, what is gathered as keys and values; None: nothing is.
         reads_pool: the mask is over the pool itself.
         mask: of xformers.
     """
 
     tokens: torch.Tensor | None
+    num_tokens: int
     slots: torch.Tensor | None
     reads_pool: bool
     mask: Any
@@ -97,7 +101,30 @@ class XformersBackend(AttentionBackend):
         reasons = _missing_parts()
         for layer in layers:
             reasons += _unsupported(layer)
+        if not reasons:
+            for layer in {replace(layer, index=0, window=None): layer for layer in layers}.values():
+                reasons += self._tried(layer)
         return list(dict.fromkeys(reasons))
+
+    def _tried(self, layer: LayerSpec) -> list[str]:
+        """Run each kernel once: what shows only on a device, such as a library that does not load, is a reason too."""
+        names, size, device = _names(), self.block_size_multiple, layer.device
+
+        def zeros(count: int, heads: int) -> torch.Tensor:
+            return torch.zeros(count, heads, layer.key_dim, dtype=layer.dtype, device=device)
+
+        try:
+            table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+            one = names.paged_mask.from_seqlens([1], [1], table, size, device=device)
+            two = names.prefill_mask.from_seqlens([2], [2], device=device)
+            for count, keys, mask in ((1, size, one), (2, 2, two)):
+                pool = zeros(keys, layer.num_kv_heads)
+                self._call(layer, zeros(count, layer.num_heads), pool, pool, mask, None, decodes=mask is one)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as error:
+            return [f"its kernels failed when they were tried: {type(error).__name__}: {' '.join(str(error).split())}"]
+        return []
 
     @override
     def plan(self, batch: Batch) -> StepGroups[_Group]:
@@ -120,15 +147,21 @@ class XformersBackend(AttentionBackend):
         scaling: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        if kv.key.numel() > _MOST_ELEMENTS:
+            raise ValueError(
+                f"the keys of a layer take {kv.key.numel():,} elements, and xformers' kernel counts only up to "
+                f"{_MOST_ELEMENTS:,}: use fewer KV blocks"
+            )
         groups = plan.groups(layer.window, query.device, kv.zero_block)
         out = None
         for group in groups:
-            part = self._attend_group(layer, kv, group, query, key, value, scaling)
-            if group.tokens is None:  # all tokens in order, so it is the only group
+            part = self._attend_group(layer, kv, group, query, key, value, scaling)[: group.num_tokens]
+            if len(groups) == 1:  # all tokens, in order
                 return part
             if out is None:
                 out = query.new_empty(query.shape[0], layer.num_heads, layer.value_dim)
-            out.index_copy_(0, group.tokens, part)
+            assert group.tokens is not None
+            out.index_copy_(0, group.tokens[: group.num_tokens], part)
         assert out is not None
         return out
 
@@ -152,16 +185,25 @@ class XformersBackend(AttentionBackend):
         else:
             k = key if group.tokens is None else key.index_select(0, group.tokens)
             v = value if group.tokens is None else value.index_select(0, group.tokens)
+        return self._call(layer, q, k, v, group.mask, scaling, decodes=group.reads_pool)
+
+    def _call(
+        self,
+        layer: LayerSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        scaling: float | None,
+        *,
+        decodes: bool,
+    ) -> torch.Tensor:
+        """[Q, num_heads, width], of [Q, num_heads, width] and twice [S, num_kv_heads, width]."""
         shared = layer.num_heads // layer.num_kv_heads
-        out = self._forward(
-            q.view(1, -1, layer.num_kv_heads, shared, layer.key_dim),
-            _repeated(k, shared),
-            _repeated(v, shared),
-            group.mask,
-            scaling,
-            decodes=group.reads_pool,
-        )
-        return out.reshape(q.shape[0], layer.num_heads, layer.value_dim)
+        q = query.view(1, -1, layer.num_kv_heads, shared, layer.key_dim)
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # triton launches on the current device, whatever the tensors are on
+            out = self._forward(q, _repeated(key, shared), _repeated(value, shared), mask, scaling, decodes=decodes)
+        return out.reshape(query.shape)
 
     def _forward(
         self,
@@ -187,9 +229,8 @@ def _repeated(packed: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def _missing_parts() -> list[str]:
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
+    triton = next(filter(None, map(_installed, _TRITON)), None)
+    if triton is None:
         return ["triton is not installed: pip install 'triton>=3.6,<3.9'"]
     found = re.match(r"(\d+)\.(\d+)", triton)
     if found is not None and (int(found[1]), int(found[2])) >= _NO_BLOCK_POINTERS:
@@ -199,6 +240,13 @@ def _missing_parts() -> list[str]:
     except Exception as error:  # a package that was built for another torch raises whatever it likes
         return [f"xformers cannot be imported ({type(error).__name__}: {error})"]
     return []
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _unsupported(layer: LayerSpec) -> list[str]:
@@ -251,18 +299,28 @@ def _first_keys(batch: Batch, rows: IntArray, window: int | None) -> IntArray:
     return first
 
 
+def _power_of_two(number: int) -> int:
+    """The next one from `number` on: the kernel is compiled anew for every number of rows and of keys that it meets."""
+    return 1 << (number - 1).bit_length()
+
+
 def _decode_group(batch: Batch, rows: IntArray, window: int | None, device: torch.device, zero_block: int) -> _Group:
-    everything = len(rows) == batch.num_tokens
+    num = len(rows)
+    padded = np.pad(rows, (0, _power_of_two(num) - num), mode="edge")
+    everything = num == batch.num_tokens == len(padded)
     return _Group(
-        tokens=None if everything else to_device(batch.query_starts[rows], device),
+        tokens=None if everything else to_device(batch.query_starts[padded], device),
+        num_tokens=num,
         slots=None,
         reads_pool=True,
-        mask=_decode_mask(batch, rows, window, device, zero_block),
+        mask=_decode_mask(batch, padded, num, window, device, zero_block),
     )
 
 
-def _decode_mask(batch: Batch, rows: IntArray, window: int | None, device: torch.device, zero_block: int) -> Any:
-    """For rows of one token.
+def _decode_mask(
+    batch: Batch, rows: IntArray, num: int, window: int | None, device: torch.device, zero_block: int
+) -> Any:
+    """For rows of one token. Those from `num` on are padding, and see one key.
 
     Raises:
         ValueError: a row has more tokens. Masks with gaps then give wrong results, and say nothing.
@@ -272,22 +330,26 @@ def _decode_mask(batch: Batch, rows: IntArray, window: int | None, device: torch
         raise ValueError(f"the decode kernels are for one token per row, got rows of {lens.tolist()}")
     names, size = _names(), batch.block_size
     first = _first_keys(batch, rows, window)
-    counts = (batch.kv_lens[rows] - first).tolist()
-    ones = [1] * len(rows)
+    counts = batch.kv_lens[rows] - first
+    longest = int(counts.max())
+    counts[num:] = 1
+    ones, seen = [1] * len(rows), counts.tolist()
     if batch.contiguous[rows].all():
         starts = batch.tables[batch.table_starts[rows]] * size + first
         total = (zero_block + 1) * size
-        return names.gappy_mask.from_seqlens(ones, [*starts.tolist(), total], counts, device=device)
+        mask = names.gappy_mask.from_seqlens(ones, [*starts.tolist(), total], seen, device=device)
+        mask.k_seqinfo.max_seqlen = max(size, _power_of_two(longest))  # sizes the launch, and bounds nothing
+        return mask
     first_block = first // size
-    width = -(-int((batch.kv_lens[rows] - first_block * size).max()) // size)
+    width = _power_of_two(-(-int((batch.kv_lens[rows] - first_block * size).max()) // size))
     tables = to_device(batch.padded_tables(rows, first_block, width, zero_block).astype(np.int32), device)
     starts = first - first_block * size
-    if not starts.any():
-        return names.paged_mask.from_seqlens(ones, counts, tables, size, device=device)
+    if window is None:
+        return names.paged_mask.from_seqlens(ones, seen, tables, size, device=device)
     # Its own `from_seqlens` asks for two different numbers of starts at once, in 0.0.35.
     padding = width * size
     at = (starts + np.arange(len(rows)) * padding).tolist()
-    mask = names.gappy_mask.from_seqlens(ones, [*at, len(rows) * padding], counts, device=device)
+    mask = names.gappy_mask.from_seqlens(ones, [*at, len(rows) * padding], seen, device=device)
     return mask.make_paged(tables, size, padding, names.paged_gappy_mask)
 
 
@@ -309,6 +371,7 @@ def _prefill_group(batch: Batch, rows: IntArray, window: int | None, device: tor
         mask = mask.make_local_attention_from_bottomright(window)
     return _Group(
         tokens=None if everything else to_device(_ranges(starts, lens), device),
+        num_tokens=int(lens.sum()),
         slots=slots,
         reads_pool=False,
         mask=mask,
