@@ -201,7 +201,8 @@ class XformersBackend(AttentionBackend):
         """[Q, num_heads, width], of [Q, num_heads, width] and twice [S, num_kv_heads, width]."""
         shared = layer.num_heads // layer.num_kv_heads
         q = query.view(1, -1, layer.num_kv_heads, shared, layer.key_dim)
-        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # triton launches on the current device, whatever the tensors are on
+        # Triton launches on the current device, whatever device the tensors are on.
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
             out = self._forward(q, _repeated(key, shared), _repeated(value, shared), mask, scaling, decodes=decodes)
         return out.reshape(query.shape)
 
