@@ -210,7 +210,7 @@ class RooflineCost(StepCost):
         else:
             context_tokens, pairs = _attended_by(out)
         seconds = self.seconds(num_tokens, context_tokens, num_rows=num_rows, pairs=pairs)
-        if self.batch_overhead_s and not rows[0].start and all(row.start == 0 for row in rows):
+        if self.batch_overhead_s and all(row.start == 0 for row in rows):
             seconds += self.batch_overhead_s
         return seconds
 

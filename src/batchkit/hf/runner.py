@@ -79,9 +79,7 @@ class TransformersRunner(ModelRunner):
         attention: AttentionBackend | str | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs)):
-            if name == "block_size" and value is None:
-                continue
+        for name, value in (("block_size", 1 if block_size is None else block_size), ("max_num_seqs", max_num_seqs)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < 1:

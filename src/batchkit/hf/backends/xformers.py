@@ -359,14 +359,12 @@ def _prefill_group(batch: Batch, rows: IntArray, window: int | None, device: tor
     everything = int(lens.sum()) == batch.num_tokens
     first = _first_keys(batch, rows, window)
     counts = batch.kv_lens[rows] - first
-    slots = None
+    slots = None  # rows that begin at 0 see what they compute
     if (batch.kv_lens[rows] > lens).any():
         positions = _ranges(first, counts)
         tables = np.repeat(batch.table_starts[rows], counts)
         blocks = batch.tables[tables + positions // batch.block_size]
         slots = to_device(blocks * batch.block_size + positions % batch.block_size, device)
-    else:
-        counts = lens
     mask = _names().prefill_mask.from_seqlens(lens.tolist(), counts.tolist(), device=device)
     if window is not None and int(batch.kv_lens[rows].max()) > window:
         mask = mask.make_local_attention_from_bottomright(window)
