@@ -158,10 +158,11 @@ def test_cancelling_a_task_aborts_its_request() -> None:
 @pytest.mark.parametrize("how", ["break", "aclosing", "exception", "unread"])
 def test_leaving_a_stream_early_aborts(how: str) -> None:
     rig = Rig(PagedScheduler)
+    held = Held(rig, behind=1)  # so that it has an output, and cannot end before it is left
 
     async def main() -> None:
         async with AsyncEngine(rig.engine) as engine:
-            stream: AsyncGenerator[Any, None] = engine.stream(*job(rig, "left", max_tokens=200))
+            stream: AsyncGenerator[Any, None] = engine.stream(*job(rig, "left"))
             if how == "break":
                 async for output in stream:
                     assert not output.finished
@@ -178,6 +179,7 @@ def test_leaving_a_stream_early_aborts(how: str) -> None:
                             raise ZeroDivisionError
             else:
                 await stream.aclose()  # nothing was submitted
+            held.open()
             output = await engine.generate(*job(rig, "other"))
             assert output.token_ids == rig.alone("other").token_ids
             await engine.close()

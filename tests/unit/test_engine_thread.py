@@ -335,8 +335,11 @@ def test_a_stream_gives_each_output_and_joins_to_the_whole() -> None:
 @pytest.mark.parametrize("how", ["break", "close", "with", "garbage", "unread"])
 def test_leaving_a_stream_early_aborts(how: str) -> None:
     rig = Rig(PagedScheduler)
+    gate = Gate(rig)
     with Front(rig) as front:
-        stream = front.stream(*front.job("left", max_tokens=200), request_id="left")
+        stream = front.stream(*front.job("left"), request_id="left")
+        gate.wait()
+        gate.let_one()  # so that it has an output, and cannot end before it is left
         if how == "break":
             for output in stream:
                 assert not output.finished
@@ -359,6 +362,7 @@ def test_leaving_a_stream_early_aborts(how: str) -> None:
         else:
             del stream
         other = front.ask("other")  # behind it in the mailbox
+        gate.open()
         assert result(other).token_ids == front.alone("other")
         front.close()
         assert front.stats().finished == {"abort": 1, "length": 1}
