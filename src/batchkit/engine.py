@@ -163,6 +163,7 @@ class Engine:
         geometry = runner.geometry
         self._runner = runner
         self._scheduler = scheduler
+        self._waiting, self._running = scheduler.waiting, scheduler.running
         self._tokenizer = tokenizer
         self._clock: Clock = clock if clock is not None else MonotonicClock()
         self._on_step = on_step
@@ -551,7 +552,7 @@ class Engine:
         if not out.rows and not out.copies:
             self._wait_until = out.wait_until
             return None
-        results: list[tuple[ScheduledSequence, RowResult]] = []
+        results: Iterable[tuple[ScheduledSequence, RowResult]] = ()
         sample_s, error = 0.0, None
         try:
             if out.copies:
@@ -572,8 +573,8 @@ class Engine:
             now,
             out,
             num_new_tokens,
-            len(scheduler.waiting),
-            len(scheduler.running),
+            len(self._waiting),
+            len(self._running),
             num_finished,
             used,
             kv_tokens,
@@ -588,7 +589,7 @@ class Engine:
 
     def _kv_tokens(self, out: SchedulerOutput) -> int:
         """See `StepReport.kv_tokens`, before the rows are computed."""
-        running = self._scheduler.running
+        running = self._running
         count = out.num_tokens + sum([row.start for row in out.rows])
         if len(running) > len(out.rows):  # some have no row in this step
             in_step = {row.seq_id for row in out.rows}
@@ -614,7 +615,7 @@ class Engine:
 
     def _execute(
         self, out: SchedulerOutput
-    ) -> tuple[list[tuple[ScheduledSequence, RowResult]], float, Exception | None]:
+    ) -> tuple[Iterable[tuple[ScheduledSequence, RowResult]], float, Exception | None]:
         """The rows that were computed, the seconds spent sampling, and what went wrong, if anything."""
         try:
             got = self._run_rows(out)
@@ -624,20 +625,21 @@ class Engine:
             if out.num_tokens > 1:
                 self._token_limit = out.num_tokens // 2
                 logger.warning("out of memory with %d tokens in a step, trying %d", out.num_tokens, self._token_limit)
-                return [], 0.0, failure
+                return (), 0.0, failure
             return self._isolate(out, failure), 0.0, failure
         except Exception as failure:
             self._failures += 1
             if self._failures < 2:
                 logger.warning("a step of %d rows failed, planning anew", len(out.rows), exc_info=failure)
-                return [], 0.0, failure
+                return (), 0.0, failure
             return self._isolate(out, failure), 0.0, failure
         self._failures = self._losses = 0
         if self._token_limit is not None:
             self._token_limit *= 2
             if self._token_limit >= self._scheduler.max_tokens_per_step:
                 self._token_limit = None
-        return list(zip(out.rows, got.rows, strict=True)), got.sample_s, None
+        self._computed_tokens += out.num_tokens
+        return zip(out.rows, got.rows, strict=True), got.sample_s, None
 
     def _run_rows(self, out: SchedulerOutput) -> SamplerOutput:
         got = self._runner.execute(out)
@@ -655,6 +657,7 @@ class Engine:
             part = out._replace(rows=rows, copies=(), num_tokens=sum(row.num_tokens for row in rows))
             try:
                 good += zip(rows, self._run_rows(part).rows, strict=True)
+                self._computed_tokens += part.num_tokens
             except (KVLost, InvariantError):
                 raise
             except Exception as error:
@@ -685,7 +688,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------- commit
 
-    def _commit(self, now: float, results: list[tuple[ScheduledSequence, RowResult]]) -> tuple[int, int]:
+    def _commit(self, now: float, results: Iterable[tuple[ScheduledSequence, RowResult]]) -> tuple[int, int]:
         """Take the results in. Returns the number of tokens kept and of sequences that have ended."""
         scheduler = self._scheduler
         before = self._num_left
@@ -694,7 +697,6 @@ class Engine:
         news: dict[str, LiveRequest] = {}
         changed: list[tuple[LiveRequest, LiveSample]] = []
         num_new_tokens = 0
-        self._computed_tokens += sum([row.num_tokens for row, _ in results])
         for row, result in results:
             live = None if row.idle else self._live.get(row.seq_id)
             if live is None:
@@ -1041,8 +1043,8 @@ class Engine:
             max_num_seqs=scheduler.max_num_seqs,
             max_tokens_per_step=scheduler.max_tokens_per_step,
             num_steps=self._num_steps,
-            num_waiting=len(scheduler.waiting),
-            num_running=len(scheduler.running),
+            num_waiting=len(self._waiting),
+            num_running=len(self._running),
             num_free_blocks=allocator.num_free_blocks,
             num_cached_blocks=allocator.num_cached_blocks,
             peak_used_blocks=self._peak_used_blocks,
@@ -1069,7 +1071,7 @@ class Engine:
     def check(self) -> None:
         """Raise InvariantError unless the engine's and the scheduler's books balance. For tests; slow."""
         self._scheduler.check()
-        known = {seq.id for queue in (self._scheduler.waiting, self._scheduler.running) for seq in queue}
+        known = {seq.id for queue in (self._waiting, self._running) for seq in queue}
         if known != set(self._live):
             raise InvariantError(f"the scheduler knows sequences {sorted(known)}, the engine {sorted(self._live)}")
 

@@ -122,7 +122,6 @@ class Step:
             PolicyError: `seq` is in the step already, or is not this scheduler's.
         """
         scheduler = self._scheduler
-        allocator = scheduler.allocator
         seq_id, status = seq.id, seq.status
         if seq_id in self._chosen:
             raise PolicyError(f"{seq!r} is in this step already")
@@ -141,6 +140,7 @@ class Step:
             return self._refuse(seq, Refusal.PREEMPTED)
 
         # The order of the four refusals is a promise: seats, tokens, blocks.
+        allocator = scheduler.allocator
         evict: list[Sequence] = []
         more: Iterator[Sequence] | None = None
         if waiting and not scheduler._seats:
@@ -256,10 +256,11 @@ class Step:
                 return None
         elif seq.id not in scheduler._waiting.ids:
             return None
-        refusal = self._refusals.get(seq.id)
-        _, why, slots = (seq, None, 0) if refusal is None else refusal
-        known = seq.num_prompt + len(seq.output)
-        slots = min(slots or known, allocator.num_blocks * allocator.block_size)
+        known = slots = seq.num_prompt + len(seq.output)
+        why: Refusal | None = None
+        if seq.id in self._refusals:
+            _, why, tried = self._refusals[seq.id]
+            slots = min(tried or known, allocator.num_blocks * allocator.block_size)
         return Blocked(  # by position: see `Scheduler.next_step`
             seq.request.id,
             why,

@@ -92,6 +92,10 @@ class SimulatedRunner(ModelRunner):
         self._prefixes: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
         self._num_hashes = 0
         self._max_hashes, self._max_prefixes = 1_000_000, 4096
+        # A function that is no StepCost may say another time for the same rows.
+        self._keeps_idle = not check_kv and (cost is None or isinstance(cost, StepCost))
+        self._idle_rows: tuple[ScheduledSequence, ...] | None = None  # of the last step that had no others
+        self._idle_step: tuple[SamplerOutput, float] = SamplerOutput(()), 0.0
 
     @property
     @override
@@ -100,15 +104,27 @@ class SimulatedRunner(ModelRunner):
 
     @override
     def execute(self, out: SchedulerOutput) -> SamplerOutput:
+        if out.rows == self._idle_rows:  # a batch that is padded to its end has the same in most steps
+            got, seconds = self._idle_step
+        else:
+            got, seconds = self._compute(out)
+        if self._clock is not None:
+            self._clock.advance(seconds)
+        return got
+
+    def _compute(self, out: SchedulerOutput) -> tuple[SamplerOutput, float]:
         skips_idle = not self._check_kv
         rows = tuple([_NOTHING if skips_idle and row.idle else self._row(row) for row in out.rows])
         # Those of the step itself are the newest. To forget them would cost the next step their whole histories.
         prefixes = self._prefixes
         while len(prefixes) > len(rows) and (len(prefixes) > self._max_prefixes or self._num_hashes > self._max_hashes):
             self._num_hashes -= len(prefixes.popitem(last=False)[1])
-        if self._clock is not None:
-            self._clock.advance(self._cost(out) if self._cost is not None else 1e-3)
-        return SamplerOutput(rows)
+        got, seconds = SamplerOutput(rows), 1e-3
+        if self._clock is not None and self._cost is not None:
+            seconds = self._cost(out)
+        if self._keeps_idle and all(row.idle for row in out.rows):
+            self._idle_rows, self._idle_step = out.rows, (got, seconds)
+        return got, seconds
 
     def _row(self, row: ScheduledSequence) -> RowResult:
         params = row.request.params

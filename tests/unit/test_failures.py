@@ -114,6 +114,7 @@ def test_failing_rows_are_found_by_halves() -> None:
     assert sizes == [8, 8, 8, 4, 2, 2, 1, 1, 4]
     assert all(out.copies == () for out in rig.runner.outs)
     assert [len(rig.outputs[name]) for name in "abcdefgh"] == [1] * 8
+    assert rig.engine.stats().computed_tokens == sum(len(ids) for name, (ids, _) in rig.jobs.items() if name != "c")
     rig.finish(but=["c"])
 
 

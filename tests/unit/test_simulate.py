@@ -11,12 +11,14 @@ from batchkit import (
     Engine,
     KVGeometry,
     PagedAllocator,
+    RooflineCost,
     RowResult,
     SamplerOutput,
     SamplingParams,
     SimulatedRunner,
     StaticScheduler,
     TrueLengths,
+    VirtualClock,
     WorkloadRecord,
     simulate,
 )
@@ -76,6 +78,29 @@ def test_idle_rows_and_parts_of_prompts_cost_no_hash_without_the_check(hashed) -
     padded_steps, padded_hashes = steps_and_hashes(pad_to=30, max_tokens_per_step=4)
     assert padded_steps > 2 * steps
     assert padded_hashes == hashes
+
+
+@pytest.mark.parametrize("kind", ["roofline", "function"])
+def test_rows_that_stay_idle_take_as_long_in_every_step_as_the_cost_says(kind: str) -> None:
+    roofline = RooflineCost(num_params=1e9, kv_bytes_per_token=1e6, bandwidth=1e12, flops=1e14, padded=True)
+    asked = []
+
+    def drifting(out) -> float:
+        asked.append(out)
+        return len(asked) * 1e-3
+
+    def took(check_kv: bool) -> tuple[float, int]:
+        asked.clear()
+        clock = VirtualClock()
+        cost = roofline if kind == "roofline" else drifting
+        runner = SimulatedRunner(GEOMETRY, clock=clock, cost=cost, check_kv=check_kv)
+        policy = StaticScheduler(PagedAllocator(64, 4), max_num_seqs=4, pad_to=30)
+        engine = Engine(runner, policy, clock=clock)
+        engine.generate(PROMPTS, [SamplingParams(max_tokens=1 + i % 9) for i in range(len(PROMPTS))])
+        return clock(), engine.stats().num_steps
+
+    assert took(False) == took(True)  # with the check, every row is computed
+    assert not asked or len(asked) == took(False)[1]
 
 
 def test_prompt_logprobs_come_with_every_part_of_a_prompt_without_the_check() -> None:
