@@ -14,6 +14,7 @@ import batchkit.hf.backends.xformers as backend
 from batchkit.errors import UnsupportedModel
 from batchkit.hf.backends import choose_backend
 from batchkit.hf.backends.reference import ReferenceBackend
+from batchkit.hf.backends.trial import faults
 from interpreted.rig import BLOCK, CPU, OnCPU, case, layer
 
 AROUND_BLOCKS = [(0, 1), (62, 1), (63, 1), (64, 1), (129, 1)]
@@ -133,20 +134,34 @@ def test_more_keys_than_the_kernel_can_count(monkeypatch) -> None:
         step.run(OnCPU())
 
 
-def test_kernels_that_fail_when_they_are_tried_are_a_reason(monkeypatch) -> None:
-    assert OnCPU().unsupported_reasons([layer(), layer(window=5)]) == []
-    tried = []
+@pytest.mark.parametrize("spec", [layer(shared=2), layer(window=4096)], ids=["grouped", "window"])
+def test_it_passes_its_trial(spec) -> None:
+    assert faults(OnCPU(), [spec], BLOCK) == []
+
+
+def test_kernels_that_fail_when_they_are_tried_are_a_fault() -> None:
+    tried = set()
 
     class NotBuilt(OnCPU):
         def _forward(self, query, key, value, mask, scaling, *, decodes):
-            tried.append(decodes)
+            tried.add(decodes)
             if not decodes:
                 raise NotImplementedError("No operator found\n   xFormers wasn't build with CUDA support")
             return super()._forward(query, key, value, mask, scaling, decodes=decodes)
 
-    with pytest.raises(UnsupportedModel, match="tried: NotImplementedError: No operator found xFormers wasn't build"):
-        choose_backend(NotBuilt(), [layer(), layer(window=5)], "Any")
-    assert tried == [True, False]
+    (fault,) = faults(NotBuilt(), [layer()], BLOCK)
+    assert fault.endswith("NotImplementedError: No operator found xFormers wasn't build with CUDA support")
+    assert tried == {True, False}
+
+
+def test_a_window_that_the_kernels_do_not_get_is_found() -> None:
+    class Blind(OnCPU):
+        def attend(self, spec, *rest, **more):
+            return super().attend(replace(spec, window=None), *rest, **more)
+
+    assert any(
+        "decoding over contiguous blocks is off by" in fault for fault in faults(Blind(), [layer(window=9)], BLOCK)
+    )
 
 
 def test_every_reason_at_once() -> None:

@@ -19,6 +19,7 @@ from typing_extensions import override
 from ..params import SamplingParams
 from ..types import Request, RowResult, ScheduledSequence, SchedulerOutput
 from .attention import structural_clone
+from .backends.trial import described
 from .runner import TransformersRunner, model_len
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ def examine(model: PreTrainedModel, *, seed: int = 0, attention: AttentionBacken
         vocab_size = runner.geometry.vocab_size
         sequences = [[rng.randrange(vocab_size) for _ in range(length)] for length in lengths]
         _run(runner, sequences, rng)
-        kinds = Counter(_kind(layer) for layer in runner.layers)
+        kinds = Counter(described(layer) for layer in runner.layers)
         parameter = next(model.parameters())
         return _compare(
             model,
@@ -160,17 +161,6 @@ def examine(model: PreTrainedModel, *, seed: int = 0, attention: AttentionBacken
 
 def _num_blocks(length: int) -> int:
     return -(-length // _BLOCK_SIZE)
-
-
-def _kind(layer: LayerSpec) -> str:
-    parts = [f"{layer.num_heads} heads of {layer.key_dim} over {layer.num_kv_heads} KV heads"]
-    if layer.window is not None:
-        parts.append(f"a window of {layer.window}")
-    if layer.softcap is not None:
-        parts.append(f"scores up to {layer.softcap:g}")
-    if layer.has_sinks:
-        parts.append("sinks")
-    return ", ".join(parts)
 
 
 def _run(runner: _Listener, sequences: list[list[int]], rng: random.Random) -> None:

@@ -52,12 +52,14 @@ class TransformersRunner(ModelRunner):
         kv_memory: KV memory on the device, in bytes or as text such as ``"2GiB"``. Default: the smaller of half the
             memory that is free and what `max_num_seqs` sequences of full length can use. It is not touched before use.
         num_kv_blocks: the number of KV blocks, instead of `kv_memory`.
-        block_size: tokens per KV block; by default what suits the backend, 16 for the reference.
+        block_size: tokens per KV block; by default what suits the backend, 16 for the reference. One that is given
+            rules out backends that cannot have it.
         max_model_len: the most tokens of prompt and output together; at most, and by default, what the model can take
             (`model_len`).
         max_num_seqs: sequences that are expected to run at once; only the default of `kv_memory` depends on it.
         swap_memory: KV memory on the host for swapping, in bytes or as text. Default: none.
-        attention: a backend, or its name: ``"reference"`` or ``"xformers"``. Default: the reference.
+        attention: a backend, or its name: ``"xformers"``, ``"varlen"`` or ``"reference"``. Default: on CUDA devices the
+            first of these that computes the model's layers right, by trial, else the reference.
         tokenizer: for structured outputs, which need an `HFTokenizer`; other requests never need one here.
 
     Raises:
@@ -87,7 +89,7 @@ class TransformersRunner(ModelRunner):
         bound = bind(model)
         layers = list(bound.layers.values())
         length = model_len(bound.model.config, max_model_len)
-        backend = choose_backend(attention, layers, type(model).__name__)
+        backend = choose_backend(attention, layers, type(model).__name__, block_size=block_size)
         size = backend.default_block_size if block_size is None else block_size
         if size % backend.block_size_multiple:
             raise ValueError(

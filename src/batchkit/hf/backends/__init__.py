@@ -1,11 +1,19 @@
-"""Attention over the KV pool: the protocol in `base`, one implementation per module beside it."""
+"""Attention over the KV pool: the protocol in `base`, one implementation per module beside it, and which one is used.
+
+A backend is used if it has nothing against the layers (`AttentionBackend.unsupported_reasons`) and has just computed
+them right (`trial`). Where nobody says which one, the first of `AUTOMATIC` that qualifies for all layers is taken on
+CUDA devices, and the reference otherwise.
+"""
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from ...errors import UnsupportedModel
 from .reference import ReferenceBackend
+from .trial import faults
+from .varlen import VarlenBackend
 from .xformers import XformersBackend
 
 if TYPE_CHECKING:
@@ -13,28 +21,68 @@ if TYPE_CHECKING:
 
     from .base import AttentionBackend, LayerSpec
 
-__all__ = ["choose_backend"]
+logger = logging.getLogger("batchkit")
 
-_BACKENDS: dict[str, type[AttentionBackend]] = {kind.name: kind for kind in (ReferenceBackend, XformersBackend)}
+__all__ = ["AUTOMATIC", "NAMES", "choose_backend"]
+
+AUTOMATIC: tuple[type[AttentionBackend], ...] = (XformersBackend, VarlenBackend)
+"""Backends for CUDA devices, the preferred one first."""
+_KINDS: tuple[type[AttentionBackend], ...] = (*AUTOMATIC, ReferenceBackend)
+_BACKENDS = {kind.name: kind for kind in _KINDS}
+NAMES = tuple(_BACKENDS)
+"""What backends are called."""
 
 
-def choose_backend(wanted: AttentionBackend | str | None, layers: Sequence[LayerSpec], model: str) -> AttentionBackend:
+def choose_backend(
+    wanted: AttentionBackend | str | None, layers: Sequence[LayerSpec], model: str, *, block_size: int | None = None
+) -> AttentionBackend:
     """The backend for these layers.
 
     Args:
-        wanted: a backend, its name, or None for the reference: the others have not been seen on a device yet.
+        wanted: a backend, its name, or None for an automatic choice.
         layers: from the probe.
         model: the model's name, for messages.
+        block_size: tokens per KV block; None: what suits the backend. One that cannot have it is not chosen
+            automatically; a backend that is wanted is returned all the same.
 
     Raises:
         ValueError: no backend has this name.
-        UnsupportedModel: the backend wanted does not support the layers, with every reason.
+        UnsupportedModel: the backend wanted cannot compute the layers, with every reason.
     """
+    if wanted is None:
+        return _automatic(layers, model, block_size)
     if isinstance(wanted, str) and wanted not in _BACKENDS:
         raise ValueError(f"attention must be a backend or one of {', '.join(map(repr, _BACKENDS))}, got {wanted!r}")
-    chosen = ReferenceBackend.name if wanted is None else wanted
-    backend = _BACKENDS[chosen]() if isinstance(chosen, str) else chosen
-    reasons = backend.unsupported_reasons(layers)
+    backend = _BACKENDS[wanted]() if isinstance(wanted, str) else wanted
+    reasons = _reasons(backend, layers, block_size)
     if reasons:
         raise UnsupportedModel(model, [f"attention backend {backend.name}: {reason}" for reason in reasons])
     return backend
+
+
+def _automatic(layers: Sequence[LayerSpec], model: str, block_size: int | None) -> AttentionBackend:
+    kinds = AUTOMATIC if any(layer.device.type == "cuda" for layer in layers) else ()
+    for backend in (*(kind() for kind in kinds), ReferenceBackend()):
+        if _takes(backend, block_size):
+            reasons = _reasons(backend, layers, block_size)
+        else:
+            reasons = [f"blocks of {block_size} tokens, and it needs a multiple of {backend.block_size_multiple}"]
+        if not reasons:
+            break
+        logger.debug("%s: not attention backend %s: %s", model, backend.name, "; ".join(reasons))
+    logger.info("%s: attention backend %s", model, backend.name)
+    return backend
+
+
+def _takes(backend: AttentionBackend, block_size: int | None) -> bool:
+    return block_size is None or block_size % backend.block_size_multiple == 0
+
+
+def _reasons(backend: AttentionBackend, layers: Sequence[LayerSpec], block_size: int | None) -> list[str]:
+    """Why a backend cannot compute the layers, by its own account or else by trial."""
+    reasons = backend.unsupported_reasons(layers)
+    # What is made of the reference would be compared with itself.
+    if reasons or isinstance(backend, ReferenceBackend):
+        return reasons
+    size = block_size if block_size is not None and _takes(backend, block_size) else backend.default_block_size
+    return faults(backend, layers, size)

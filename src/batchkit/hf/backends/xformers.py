@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ import torch
 from typing_extensions import override
 
 from .base import AttentionBackend, StepGroups, to_device
+from .requirements import unmet
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,9 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["XformersBackend"]
 
 _HEAD_DIMS = (16, 32, 64, 128, 256)  # 512 has no kernel for prompts on every device
-_DTYPES = (torch.float16, torch.bfloat16)
 _DEVICES = frozenset({"cuda"})
-_CAPABILITY = (8, 0)
 _MOST_ELEMENTS = (1 << 31) - 1
 _TRITON = ("triton", "triton-windows", "pytorch-triton")
 _NO_BLOCK_POINTERS = (3, 9)  # the version of triton that removed what the kernel is written with
@@ -100,31 +99,8 @@ class XformersBackend(AttentionBackend):
     def unsupported_reasons(self, layers: Sequence[LayerSpec]) -> list[str]:
         reasons = _missing_parts()
         for layer in layers:
-            reasons += _unsupported(layer)
-        if not reasons:
-            for layer in {replace(layer, index=0, window=None): layer for layer in layers}.values():
-                reasons += self._tried(layer)
+            reasons += unmet(layer, devices=_DEVICES, widths=_HEAD_DIMS, said=", ".join(map(str, _HEAD_DIMS)))
         return list(dict.fromkeys(reasons))
-
-    def _tried(self, layer: LayerSpec) -> list[str]:
-        """Run each kernel once: what shows only on a device, such as a library that does not load, is a reason too."""
-        names, size, device = _names(), self.block_size_multiple, layer.device
-
-        def zeros(count: int, heads: int) -> torch.Tensor:
-            return torch.zeros(count, heads, layer.key_dim, dtype=layer.dtype, device=device)
-
-        try:
-            table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-            one = names.paged_mask.from_seqlens([1], [1], table, size, device=device)
-            two = names.prefill_mask.from_seqlens([2], [2], device=device)
-            for count, keys, mask in ((1, size, one), (2, 2, two)):
-                pool = zeros(keys, layer.num_kv_heads)
-                self._call(layer, zeros(count, layer.num_heads), pool, pool, mask, None, decodes=mask is one)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        except Exception as error:
-            return [f"its kernels failed when they were tried: {type(error).__name__}: {' '.join(str(error).split())}"]
-        return []
 
     @override
     def plan(self, batch: Batch) -> StepGroups[_Group]:
@@ -248,39 +224,6 @@ def _installed(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _unsupported(layer: LayerSpec) -> list[str]:
-    """Why one layer cannot be computed."""
-    reasons = []
-    if layer.device.type not in _DEVICES:
-        reasons.append(f"it needs a CUDA device, and the model is on {layer.device}")
-    elif layer.device.type == "cuda":
-        found = torch.cuda.get_device_capability(layer.device)
-        if found < _CAPABILITY:
-            reasons.append(
-                f"it needs compute capability {_version(_CAPABILITY)}, and {layer.device} has {_version(found)}"
-            )
-    if layer.dtype not in _DTYPES:
-        reasons.append(f"it computes in float16 and bfloat16, and the model is in {_dtype(layer.dtype)}")
-    if layer.key_dim != layer.value_dim:
-        reasons.append(f"keys and values have different widths, {layer.key_dim} and {layer.value_dim}")
-    if layer.key_dim not in _HEAD_DIMS:
-        widths = ", ".join(map(str, _HEAD_DIMS))
-        reasons.append(f"heads have width {layer.key_dim}, and its kernels are for {widths}")
-    if layer.softcap is not None:
-        reasons.append("scores are soft-capped")
-    if layer.has_sinks:
-        reasons.append("there are attention sinks")
-    return reasons
-
-
-def _version(pair: tuple[int, int]) -> str:
-    return ".".join(map(str, pair))
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _make_groups(batch: Batch, window: int | None, device: torch.device, zero_block: int) -> list[_Group]:
