@@ -11,6 +11,9 @@ from typing_extensions import override
 from batchkit.hf.backends.reference import ReferenceBackend
 from gpu.rig import BACKENDS, DTYPES, FAMILIES, POLICIES, backend, check_close, model_of, reference, serve, truth
 
+# What torch or a kernel warns of on a device is no fault of the device.
+pytestmark = pytest.mark.filterwarnings("default")
+
 SLIDING = [family for family, changes in FAMILIES.items() if "sliding_window" in changes]
 
 

@@ -16,6 +16,9 @@ from typing_extensions import override
 from batchkit.hf.runner import TransformersRunner
 from gpu.rig import BACKENDS, backend, check_close, model_of, prompts_of, serve
 
+# What torch or a kernel warns of on a device is no fault of the device.
+pytestmark = pytest.mark.filterwarnings("default")
+
 ANY = ["reference", *(one for one in BACKENDS if one != "reference")]
 DTYPE = torch.float16
 LONG = prompts_of(250, 250, 249, 247)
