@@ -246,6 +246,7 @@ class Engine:
         max_num_seqs: int | None = None,
         max_tokens_per_step: int | None = None,
         attention: Any = None,
+        cuda_graphs: bool = False,
         clock: Clock | None = None,
         on_step: Callable[[StepReport], None] | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -272,6 +273,7 @@ class Engine:
             max_num_seqs: see `Scheduler`.
             max_tokens_per_step: see `Scheduler`.
             attention: a backend, or its name; see `batchkit.hf.runner.TransformersRunner`.
+            cuda_graphs: see `batchkit.hf.runner.TransformersRunner`.
             clock: see `Engine`.
             on_step: see `Engine`.
             trace: see `Engine`.
@@ -303,6 +305,7 @@ class Engine:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs or scheduler.default_max_num_seqs,
             attention=attention,
+            cuda_graphs=cuda_graphs,
             tokenizer=tokenizer,
         )
         try:

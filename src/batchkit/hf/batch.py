@@ -41,6 +41,7 @@ class Batch:
         table_starts: [R + 1].
         contiguous: [R], whether the row's table is consecutive by construction.
         sampled: the last token of every row that samples.
+        min_width: a plan may pad block tables of rows of one token to so many blocks, to have few shapes.
     """
 
     block_size: int
@@ -53,6 +54,7 @@ class Batch:
     table_starts: IntArray
     contiguous: npt.NDArray[np.bool_]
     sampled: IntArray
+    min_width: int = 1
 
     @property
     def num_rows(self) -> int:
@@ -69,6 +71,11 @@ class Batch:
         """[R], tokens of each row in this step."""
         lens: IntArray = np.diff(self.query_starts)
         return lens
+
+    @property
+    def inputs(self) -> IntArray:
+        """[3, T]: token ids, positions and slots, to be sent to a device together."""
+        return np.stack((self.input_ids, self.positions, self.slots))
 
     def padded_tables(self, rows: IntArray, first: IntArray, width: int, pad: int) -> IntArray:
         """Block tables of `rows` as one rectangle.

@@ -147,30 +147,40 @@ class KVPool:
         num_blocks: KV blocks on the device. One more is allocated, see `LayerKV`.
         block_size: tokens per block.
         host_blocks: KV blocks in host memory.
+        has_spare: one block more, with the number `num_blocks`, for what is written and never read.
 
     Raises:
         OutOfKVMemory: the memory cannot be had.
     """
 
-    def __init__(self, layers: Sequence[LayerSpec], *, num_blocks: int, block_size: int, host_blocks: int = 0) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerSpec],
+        *,
+        num_blocks: int,
+        block_size: int,
+        host_blocks: int = 0,
+        has_spare: bool = False,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.host_blocks = host_blocks
         self.layers: list[LayerKV] = []
         each = sum(block_bytes(layers, block_size).values())
+        zero_block = num_blocks + has_spare
         try:
             for layer in layers:
-                slots = (num_blocks + 1) * block_size
+                slots = (zero_block + 1) * block_size
                 key, value = (
                     torch.empty((layer.num_kv_heads, slots, width), dtype=layer.dtype, device=layer.device)
                     for width in (layer.key_dim, layer.value_dim)
                 )
-                self.layers.append(LayerKV(key, value, block_size, num_blocks))
+                self.layers.append(LayerKV(key, value, block_size, zero_block))
             self._pools = [self._by_block(pool) for kv in self.layers for pool in (kv.key, kv.value)]
             for pool in self._pools:
                 pool[:, num_blocks:].zero_()
         except RuntimeError as error:
-            raise OutOfKVMemory(_refused("KV blocks", num_blocks + 1, each, error)) from error
+            raise OutOfKVMemory(_refused("KV blocks", zero_block + 1, each, error)) from error
         try:
             # Copies from and to pinned memory are several times faster.
             self._host = [

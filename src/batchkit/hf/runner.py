@@ -18,6 +18,7 @@ from .backends import choose_backend
 from .backends.base import to_device
 from .batch import BatchBuilder
 from .grammar import Grammars
+from .graphs import DEVICES, DecodeGraphs
 from .kv_pool import KVPool, block_bytes, num_blocks_for
 from .sampler import Sampler
 from .scoring import passes, score, scored_positions
@@ -56,16 +57,19 @@ class TransformersRunner(ModelRunner):
             rules out backends that cannot have it.
         max_model_len: the most tokens of prompt and output together; at most, and by default, what the model can take
             (`model_len`).
-        max_num_seqs: sequences that are expected to run at once; only the default of `kv_memory` depends on it.
+        max_num_seqs: sequences that are expected to run at once; only the default of `kv_memory` depends on it, and
+            which steps are captured.
         swap_memory: KV memory on the host for swapping, in bytes or as text. Default: none.
         attention: a backend, or its name: ``"xformers"``, ``"varlen"`` or ``"reference"``. Default: on CUDA devices the
             first of these that computes the model's layers right, by trial, else the reference.
+        cuda_graphs: compute decode steps by CUDA graphs (`batchkit.hf.graphs`). What cannot be captured is computed
+            without, and a warning says why. A model's forward hooks run when a graph is captured, and not with it.
         tokenizer: for structured outputs, which need an `HFTokenizer`; other requests never need one here.
 
     Raises:
         UnsupportedModel: the model cannot be computed right, with every reason.
         OutOfKVMemory: not one KV block fits, or the memory cannot be had.
-        ValueError, TypeError: an argument that makes no sense.
+        ValueError, TypeError: an argument that makes no sense, or graphs for a model that is not on one CUDA device.
     """
 
     def __init__(
@@ -79,8 +83,11 @@ class TransformersRunner(ModelRunner):
         max_num_seqs: int = 256,
         swap_memory: int | str | None = None,
         attention: AttentionBackend | str | None = None,
+        cuda_graphs: bool = False,
         tokenizer: Tokenizer | None = None,
     ) -> None:
+        if not isinstance(cuda_graphs, bool):
+            raise TypeError(f"cuda_graphs must be True or False, got {cuda_graphs!r}")
         for name, value in (("block_size", 1 if block_size is None else block_size), ("max_num_seqs", max_num_seqs)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an integer, got {value!r}")
@@ -106,7 +113,13 @@ class TransformersRunner(ModelRunner):
         each = sum(block_bytes(layers, size).values())
         host_blocks = 0 if swap_memory is None else parse_bytes("swap_memory", swap_memory) // each
         embeddings = bound.model.get_input_embeddings()
-        self._pool: KVPool | None = KVPool(layers, num_blocks=num_blocks, block_size=size, host_blocks=host_blocks)
+        devices = {layer.device for layer in layers} | {embeddings.weight.device}
+        if cuda_graphs and (len(devices) > 1 or next(iter(devices)).type not in DEVICES):
+            found = ", ".join(sorted(map(str, devices)))
+            raise ValueError(f"cuda_graphs needs the whole model on one CUDA device, and it is on {found}")
+        self._pool: KVPool | None = KVPool(
+            layers, num_blocks=num_blocks, block_size=size, host_blocks=host_blocks, has_spare=cuda_graphs
+        )
         self._bound: BoundModel | None = bound
         self._backend: AttentionBackend | None = backend
         self._device: torch.device = embeddings.weight.device
@@ -121,6 +134,9 @@ class TransformersRunner(ModelRunner):
         )
         self._grammars = Grammars(tokenizer, self._geometry.eos_token_ids, bound.num_logits)
         self._sampler = Sampler(self._grammars)
+        self._graphs: DecodeGraphs | None = None
+        if cuda_graphs:
+            self._graphs = DecodeGraphs(self._run, backend, self._device, spare_block=num_blocks, max_rows=max_num_seqs)
 
     @property
     @override
@@ -151,9 +167,10 @@ class TransformersRunner(ModelRunner):
         logits = []
         # Not under the caller's autocast or gradient mode: a result depends on the rows alone.
         with torch.inference_mode(), torch.autocast(self._device.type, enabled=False):
-            for part in passes(rows, max(1, _MAX_SCORED // self._bound.num_logits)):
+            parts = passes(rows, max(1, _MAX_SCORED // self._bound.num_logits))
+            for part in parts:
                 computed, scores = self._compute([row for _, row in part])
-                logits.append(computed)
+                logits.append(computed if len(parts) == 1 else computed.clone())  # the next may overwrite them
                 for (index, _), result in zip(part, scores, strict=True):
                     results[index] = _joined(results[index], result)
             sampling = [index for index, row in enumerate(rows) if row.samples]
@@ -188,16 +205,25 @@ class TransformersRunner(ModelRunner):
 
     def _forward(self, batch: Batch, tokens: IntArray) -> torch.Tensor:
         """Logits of some tokens of the batch, [number of them, V]."""
+        assert self._backend is not None
+        if self._graphs is not None:
+            logits = self._graphs.logits(batch)
+            if logits is not None:
+                is_all = np.array_equal(tokens, np.arange(len(logits)))
+                return logits if is_all else logits.index_select(0, self._tensor(tokens))
+        return self._run(self._tensor(batch.inputs), self._backend.plan(batch), self._tensor(tokens))
+
+    def _run(self, inputs: torch.Tensor, plan: Any, keep: torch.Tensor) -> torch.Tensor:
+        """Logits of the tokens at `keep`, of `Batch.inputs` and the backend's plan. It sends nothing to the device."""
         bound, pool, backend = self._bound, self._pool, self._backend
         assert bound is not None and pool is not None and backend is not None
-        keep = self._tensor(tokens)
-        context = StepContext(bound.layers, pool, backend, backend.plan(batch), self._tensor(batch.slots))
+        ids, positions, slots = inputs
         arguments: dict[str, Any] = {"logits_to_keep": keep} if bound.keeps_logits else {}
         logits: torch.Tensor = bound.model(
-            input_ids=self._tensor(batch.input_ids)[None],
-            position_ids=self._tensor(batch.positions)[None],
+            input_ids=ids[None],
+            position_ids=positions[None],
             use_cache=False,
-            batchkit=context,
+            batchkit=StepContext(bound.layers, pool, backend, plan, slots),
             **arguments,
         ).logits[0]
         return logits if bound.keeps_logits else logits.index_select(0, keep.to(logits.device))
@@ -226,11 +252,18 @@ class TransformersRunner(ModelRunner):
         self._sampler.drop_caches()
         if self._backend is not None:
             self._backend.drop_caches()
+        if self._graphs is not None:
+            self._graphs.drop()
+
+    @override
+    def weights_changed(self) -> None:
+        if self._graphs is not None:
+            self._graphs.drop()
 
     @override
     def close(self) -> None:
         self.drop_caches()
-        self._bound = self._pool = self._backend = None
+        self._bound = self._pool = self._backend = self._graphs = None
 
 
 def _joined(first: RowResult, second: RowResult) -> RowResult:

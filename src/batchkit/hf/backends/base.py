@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
+
+from ...errors import InvariantError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -14,15 +16,39 @@ if TYPE_CHECKING:
 
     from ..batch import Batch
 
-__all__ = ["AttentionBackend", "LayerKV", "LayerSpec", "StepGroups", "to_device"]
+__all__ = ["AttentionBackend", "LayerKV", "LayerSpec", "StepGroups", "overwrite", "power_of_two", "to_device"]
 
 G = TypeVar("G")
 
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """An array as a tensor on `device`, without waiting for the device."""
-    # The driver has read memory that is not pinned when the call returns, so the array may go.
-    return torch.from_numpy(array).to(device, non_blocking=device.type == "cuda")
+    tensor = torch.from_numpy(array)
+    # Pinned memory is given out again only when the copy from it has been made.
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def power_of_two(number: int) -> int:
+    """The first one from `number` on."""
+    return 1 << (number - 1).bit_length()
+
+
+def overwrite(old: Any, new: Any) -> None:
+    """Put the numbers of one object into the tensors of another one of the same kind, field by field.
+
+    Raises:
+        InvariantError: they differ in more than what their tensors hold. Lists and tuples of numbers are passed over:
+            they are what the host knows of the tensors.
+    """
+    if isinstance(old, torch.Tensor):
+        if old.shape != new.shape or old.dtype != new.dtype:
+            raise InvariantError(f"a tensor of {new.dtype} {tuple(new.shape)} for {old.dtype} {tuple(old.shape)}")
+        old.copy_(new)
+    elif is_dataclass(old):
+        for field in fields(old):
+            overwrite(getattr(old, field.name), getattr(new, field.name))
+    elif not isinstance(old, (list, tuple)) and old != new:
+        raise InvariantError(f"{new!r} for {old!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +111,25 @@ class StepGroups(Generic[G]):
     def __init__(self, batch: Batch, make: Callable[[Batch, int | None, torch.device, int], Iterable[G]]) -> None:
         self.batch = batch
         self._make = make
-        self._groups: dict[tuple[int | None, torch.device], list[G]] = {}
+        self._groups: dict[tuple[int | None, torch.device, int], list[G]] = {}
 
     def groups(self, window: int | None, device: torch.device, zero_block: int) -> list[G]:
         """The groups for layers with this window on this device."""
-        key = (window, device)
+        key = (window, device, zero_block)
         found = self._groups.get(key)
         if found is None:
-            found = self._groups[key] = list(self._make(self.batch, window, device, zero_block))
+            found = self._groups[key] = list(self._make(self.batch, *key))
         return found
+
+    def take(self, batch: Batch) -> None:
+        """Put the numbers of another step into the tensors of these groups, for a recorded step that is replayed.
+
+        Raises:
+            InvariantError: its groups have other shapes.
+        """
+        for key, groups in self._groups.items():
+            for old, new in zip(groups, self._make(batch, *key), strict=True):
+                overwrite(old, new)
 
 
 class AttentionBackend(Protocol):
@@ -103,11 +139,14 @@ class AttentionBackend(Protocol):
         name: what `TransformersRunner` calls it.
         default_block_size: tokens per KV block, where nobody says otherwise.
         block_size_multiple: a block size must be a multiple of it.
+        captures_decodes: whether plans of single tokens have one shape for each number of rows and `Batch.min_width`
+            (contiguous tables apart), and a method ``take`` as `StepGroups` has, so that a step can be replayed.
     """
 
     name: str
     default_block_size: int
     block_size_multiple: int
+    captures_decodes: bool
 
     def unsupported_reasons(self, layers: Sequence[LayerSpec]) -> list[str]:
         """Everything about these layers that it cannot compute right; empty if nothing."""

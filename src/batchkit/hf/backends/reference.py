@@ -78,6 +78,7 @@ class ReferenceBackend(AttentionBackend):
     name = "reference"
     default_block_size = 16
     block_size_multiple = 1
+    captures_decodes = False
 
     def __init__(self) -> None:
         self._scratch: dict[tuple[torch.dtype, bool], torch.Tensor] = {}

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from .base import AttentionBackend, StepGroups, to_device
+from .base import AttentionBackend, StepGroups, power_of_two, to_device
 from .requirements import unmet
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ class XformersBackend(AttentionBackend):
     name = "xformers"
     default_block_size = 64
     block_size_multiple = 64
+    captures_decodes = True
 
     @override
     def unsupported_reasons(self, layers: Sequence[LayerSpec]) -> list[str]:
@@ -243,14 +244,10 @@ def _first_keys(batch: Batch, rows: IntArray, window: int | None) -> IntArray:
     return first
 
 
-def _power_of_two(number: int) -> int:
-    """The next one from `number` on: the kernel is compiled anew for every number of rows and of keys that it meets."""
-    return 1 << (number - 1).bit_length()
-
-
 def _decode_group(batch: Batch, rows: IntArray, window: int | None, device: torch.device, zero_block: int) -> _Group:
     num = len(rows)
-    padded = np.pad(rows, (0, _power_of_two(num) - num), mode="edge")
+    # The kernel is compiled anew for every number of rows and of keys that it meets.
+    padded = np.pad(rows, (0, power_of_two(num) - num), mode="edge")
     everything = num == batch.num_tokens == len(padded)
     return _Group(
         tokens=None if everything else to_device(batch.query_starts[padded], device),
@@ -275,26 +272,32 @@ def _decode_mask(
     names, size = _names(), batch.block_size
     first = _first_keys(batch, rows, window)
     counts = batch.kv_lens[rows] - first
-    longest = int(counts.max())
     counts[num:] = 1
+    first_block = first // size
+    width = -(-int((batch.kv_lens[rows] - first_block * size).max()) // size)
+    most = batch.min_width if window is None else min(batch.min_width, window // size + 2)
+    width = power_of_two(max(width, most))
     ones, seen = [1] * len(rows), counts.tolist()
     if batch.contiguous[rows].all():
         starts = batch.tables[batch.table_starts[rows]] * size + first
         total = (zero_block + 1) * size
         mask = names.gappy_mask.from_seqlens(ones, [*starts.tolist(), total], seen, device=device)
-        mask.k_seqinfo.max_seqlen = max(size, _power_of_two(longest))  # sizes the launch, and bounds nothing
-        return mask
-    first_block = first // size
-    width = _power_of_two(-(-int((batch.kv_lens[rows] - first_block * size).max()) // size))
+        return _launched_for(mask, width * size)
     tables = to_device(batch.padded_tables(rows, first_block, width, zero_block).astype(np.int32), device)
     starts = first - first_block * size
     if window is None:
-        return names.paged_mask.from_seqlens(ones, seen, tables, size, device=device)
+        return _launched_for(names.paged_mask.from_seqlens(ones, seen, tables, size, device=device), width * size)
     # Its own `from_seqlens` asks for two different numbers of starts at once, in 0.0.35.
     padding = width * size
     at = (starts + np.arange(len(rows)) * padding).tolist()
     mask = names.gappy_mask.from_seqlens(ones, [*at, len(rows) * padding], seen, device=device)
-    return mask.make_paged(tables, size, padding, names.paged_gappy_mask)
+    return _launched_for(mask.make_paged(tables, size, padding, names.paged_gappy_mask), width * size)
+
+
+def _launched_for(mask: Any, num_keys: int) -> Any:
+    """The mask, with bounds of the number of keys that its rows see. They size the launch, and hide nothing."""
+    mask.k_seqinfo.min_seqlen, mask.k_seqinfo.max_seqlen = 1, num_keys
+    return mask
 
 
 def _prefill_group(batch: Batch, rows: IntArray, window: int | None, device: torch.device, zero_block: int) -> _Group:
