@@ -21,6 +21,7 @@ from batchkit import (
     StaticScheduler,
 )
 from batchkit.errors import InvariantError
+from batchkit.hf import graphs
 from batchkit.hf.backends.base import overwrite
 from batchkit.hf.batch import BatchBuilder
 from batchkit.hf.graphs import find_waits, padded_decodes
@@ -28,6 +29,7 @@ from batchkit.hf.runner import TransformersRunner
 from batchkit.types import Request, ScheduledSequence
 from tiny_models import tiny
 from unit_hf.graph_rig import Rerun, SameShapes, reruns  # noqa: F401 - a fixture
+from unit_hf.varlen_rig import on_the_cpu  # noqa: F401 - a fixture
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14] * 9, [15, 16]]
 LENGTHS = (9, 3, 6, 12, 1)
@@ -66,6 +68,37 @@ def test_outputs_are_those_without_graphs(reruns: list[Rerun], family: str, opti
     assert_same(generate(model, attention=SameShapes(), cuda_graphs=True, **options), want)
     assert len(reruns) <= 4  # for 5 requests: of 1, 2, 4 and 8 rows
     assert sum(graph.num_replays for graph in reruns) > len(reruns)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+@pytest.mark.parametrize("window", [None, 200])
+def test_varlen_s_plans_can_be_replayed(reruns: list[Rerun], monkeypatch, window) -> None:  # noqa: F811
+    monkeypatch.setattr(graphs, "find_waits", lambda forward: set())  # the stand-in reads its numbers
+    model = tiny(
+        head_dim=16, max_position_embeddings=512, **({"family": "mistral", "sliding_window": 200} if window else {})
+    )
+    prompts = [[5] * 254, [6] * 3, [7] * 255]  # to the end of a block, and beyond
+
+    def logits(cuda_graphs: bool) -> torch.Tensor:
+        said = []
+
+        def watch(prompt, output, logits):
+            said.append(logits.float().clone())
+            forced = torch.full_like(logits, -1e4)
+            forced[7 + len(output)] = 0
+            return forced
+
+        params = [SamplingParams(temperature=0, max_tokens=k, logits_processors=[watch]) for k in (5, 3, 4)]
+        options = {"num_kv_blocks": 8, "attention": "varlen", "cuda_graphs": cuda_graphs}
+        with Engine.from_model(model.half(), **options) as engine:
+            engine.generate(prompts, params)
+        return torch.stack(said)
+
+    want = logits(cuda_graphs=False)
+    assert not reruns
+    torch.testing.assert_close(logits(cuda_graphs=True), want, atol=2e-3, rtol=0)
+    assert 1 <= len(reruns) <= 3
+    assert sum(graph.num_replays for graph in reruns) == 4
 
 
 def test_steps_of_more_rows_than_expected_are_computed_without(reruns: list[Rerun]) -> None:  # noqa: F811

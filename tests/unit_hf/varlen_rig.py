@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 
 import batchkit.hf.backends.varlen as backend
 
