@@ -27,6 +27,8 @@ from batchkit.hf.batch import BatchBuilder
 from batchkit.hf.graphs import find_waits, padded_decodes
 from batchkit.hf.runner import TransformersRunner
 from batchkit.types import Request, ScheduledSequence
+from parity.test_families import FAMILIES
+from parity.test_families import tiny as of_family
 from tiny_models import tiny
 from unit_hf.graph_rig import Rerun, SameShapes, reruns  # noqa: F401 - a fixture
 from unit_hf.varlen_rig import on_the_cpu  # noqa: F401 - a fixture
@@ -99,6 +101,20 @@ def test_varlen_s_plans_can_be_replayed(reruns: list[Rerun], monkeypatch, window
     torch.testing.assert_close(logits(cuda_graphs=True), want, atol=2e-3, rtol=0)
     assert 1 <= len(reruns) <= 3
     assert sum(graph.num_replays for graph in reruns) == 4
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma2", "gpt_oss", "vaultgemma"}))  # caps and sinks
+def test_families_can_be_captured(reruns: list[Rerun], family: str) -> None:  # noqa: F811
+    model = of_family(*FAMILIES[family])
+    prompts, params = PROMPTS[:3], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+    def tokens(**options) -> list[tuple[int, ...]]:
+        with Engine.from_model(model, num_kv_blocks=40, block_size=4, **options) as engine:
+            return [output.token_ids for output in engine.generate(prompts, params)]
+
+    assert tokens(attention=SameShapes(), cuda_graphs=True) == tokens()
+    # It looks at its input ids, to warn of padding.
+    assert bool(reruns) == (not family.startswith("gpt2"))
 
 
 def test_steps_of_more_rows_than_expected_are_computed_without(reruns: list[Rerun]) -> None:  # noqa: F811
