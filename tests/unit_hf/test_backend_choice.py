@@ -20,6 +20,8 @@ import torch
 import torch.nn.attention.varlen
 
 import batchkit.hf.backends as backends
+from batchkit import cli
+from batchkit.cli import options
 from batchkit.errors import UnsupportedModel
 from batchkit.hf.backends import choose_backend
 from batchkit.hf.backends.base import AttentionBackend, LayerSpec
@@ -28,6 +30,7 @@ from batchkit.hf.backends.trial import faults, make_step
 from batchkit.hf.backends.varlen import VarlenBackend
 from batchkit.hf.runner import TransformersRunner
 from tiny_models import tiny
+from unit_hf.test_doctor import saved
 from unit_hf.varlen_rig import on_the_cpu  # noqa: F401 - a fixture
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
@@ -399,3 +402,41 @@ class TestAutomaticChoice:
             "assert not found, found\n"
         )
         subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    return saved(tmp_path_factory.mktemp("model"))
+
+
+class TestCommandLine:
+    def test_it_knows_every_backend(self) -> None:
+        assert options.ATTENTION == backends.NAMES
+
+    @pytest.mark.parametrize(
+        "command",
+        [
+            ["generate", "{rows}", "-o", "-", "--model", "{folder}"],
+            ["generate", "{rows}", "--dry-run", "--model", "{folder}"],
+            ["bench", "variance", "{folder}", "--policies", "chunked", "--n", "2", "--prompt", "8", "--caps", "4"],
+            ["doctor", "{folder}"],
+        ],
+        ids=["generate", "dry-run", "bench", "doctor"],
+    )
+    def test_commands_pass_it_on(self, command, folder, tmp_path, capsys) -> None:
+        rows = tmp_path / "in.jsonl"
+        rows.write_text('{"prompt": "w5 w6", "params": {"max_tokens": 2}}\n')
+        command = [word.format(rows=rows, folder=folder) for word in command]
+        assert cli.main([*command, "--device", "cpu", "--attention", "varlen"]) == 1
+        said = "".join(capsys.readouterr())
+        assert "attention backend varlen: it needs a CUDA device, and the model is on cpu" in said
+        assert cli.main([*command, "--device", "cpu", "--attention", "reference"]) == 0
+
+    def test_a_block_size_that_it_cannot_have_shows_in_a_dry_run(self, folder, tmp_path, capsys, on_the_cpu) -> None:  # noqa: F811
+        rows = tmp_path / "in.jsonl"
+        rows.write_text('{"prompt": "w5 w6", "params": {"max_tokens": 2}}\n')
+        command = ["generate", str(rows), "--dry-run", "--model", folder, "--dtype", "float16", "--attention", "varlen"]
+        assert cli.main(command) == 0
+        assert "blocks of 256 tokens\nattention         varlen\n" in capsys.readouterr().out
+        assert cli.main([*command, "--block-size", "16"]) == 1
+        assert "must be a multiple of 256 for attention backend varlen, got 16" in capsys.readouterr().err

@@ -99,5 +99,6 @@ def make_engine(args: argparse.Namespace) -> Engine:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_tokens_per_step=args.max_tokens_per_step,
+        attention=args.attention,
         **args.scheduler.arguments,
     )

@@ -157,7 +157,7 @@ def target_of(args: argparse.Namespace) -> tuple[MakeTarget, dict[str, Any]]:
         length = model_len(model.config)
     dtype = str(model.dtype).removeprefix("torch.")
     print(f"MEASURED: {args.model} in {dtype} on {model.device}")
-    return partial(ModelTarget, model=model, block_size=args.block_size), {
+    return partial(ModelTarget, model=model, block_size=args.block_size, attention=args.attention), {
         "versions": versions(),
         "model": {"name": args.model, "dtype": dtype, "device": str(model.device), "max_model_len": length},
     }

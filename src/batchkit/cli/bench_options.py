@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..costs import DEVICES
 from ..experiment.policies import POLICIES
-from .options import DTYPES, said, whole_number
+from .options import DTYPES, add_attention, said, whole_number
 from .specs import SCHEDULERS, parse_policy
 from .specs import Policy as Spec
 
@@ -110,6 +110,7 @@ def add_common(parser: argparse.ArgumentParser, *, simulated: bool) -> None:
         parser.add_argument("--efficiency", type=_share, metavar="P", help="part of the FLOP/s reached; default: 0.6")
     else:
         parser.add_argument("--device", help="such as cpu or cuda:0; default: the accelerator, if there is one")
+        add_attention(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and KV; default: the model's own")
 
     group = parser.add_argument_group("policies and memory")

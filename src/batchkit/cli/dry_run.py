@@ -27,7 +27,7 @@ __all__ = ["dry_run", "preview_engine"]
 
 
 def preview_engine(args: argparse.Namespace) -> Engine:
-    """An engine that takes requests as the real one would, and cannot run them. Sets ``args.attention``."""
+    """An engine that takes requests as the real one would, and cannot run them. Sets ``args.backend``."""
     from ..hf.preview import preview
 
     found = preview(
@@ -39,8 +39,9 @@ def preview_engine(args: argparse.Namespace) -> Engine:
         block_size=args.block_size,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs or args.scheduler.policy.default_max_num_seqs,
+        attention=args.attention,
     )
-    args.attention = found.attention
+    args.backend = found.attention
     geometry = found.geometry
     policy = args.scheduler.policy(
         PagedAllocator(geometry.num_blocks, geometry.block_size),
@@ -109,7 +110,7 @@ def dry_run(engine: Engine, rows: Rows, reader: RowReader, args: argparse.Namesp
         ("seats", f"{stats.max_num_seqs:,}"),
         ("token budget", f"{stats.max_tokens_per_step:,} in a step"),
         ("KV cache", f"{stats.num_blocks:,} blocks of {stats.block_size} tokens"),
-        ("attention", args.attention),
+        ("attention", args.backend),
     ):
         print(f"{name:<18}{text}")
     faults.print(reader.absent())

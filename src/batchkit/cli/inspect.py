@@ -73,7 +73,7 @@ def doctor(args: argparse.Namespace) -> int:
 
         model = load_weights(path, device=args.device, dtype=args.dtype)
     try:
-        found = examine(model, seed=args.seed)
+        found = examine(model, seed=args.seed, attention=args.attention)
     except UnsupportedModel as error:
         print(f"{type(model).__name__} is refused:")
         for reason in error.reasons:

@@ -20,6 +20,7 @@ from .specs import SCHEDULERS, parse_policy, try_policy
 from .templates import Template
 
 __all__ = [
+    "ATTENTION",
     "DONE",
     "DTYPES",
     "FAILED_ROWS",
@@ -27,6 +28,7 @@ __all__ = [
     "NOT_DONE",
     "STOPPED",
     "AddCommand",
+    "add_attention",
     "parse",
     "said",
     "whole_number",
@@ -38,6 +40,7 @@ _EXIT_CODES = (
     "exit codes: 0 done; 1 not done; 2 wrong usage; 3 done, and some rows have failed; 4 stopped by SIGTERM or Ctrl-C, "
     "what ran is finished; 130 stopped at once"
 )
+ATTENTION = ("xformers", "varlen", "reference")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _DEFAULTS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
 _T = TypeVar("_T")
@@ -100,6 +103,7 @@ def parse(argv: Sequence[str] | None, more: Iterable[AddCommand] = ()) -> argpar
         "--dtype", choices=DTYPES, default="float32", help="default: float32; in half precision only gross faults show"
     )
     doctor.add_argument("--device", help="such as cpu or cuda:0; default: the accelerator, if there is one")
+    add_attention(doctor)
     doctor.add_argument("--seed", metavar="N", type=int, default=0, help="of the tokens and the pieces; default: 0")
 
     for add in more:
@@ -190,6 +194,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     model.add_argument("--model", metavar="PATH", required=True, help="a folder, or a name on the hub")
     model.add_argument("--dtype", choices=DTYPES, default="auto", help="default: auto, the one it is stored in")
     model.add_argument("--device", help="such as cpu or cuda:0; default: the accelerator, if there is one")
+    add_attention(model)
     model.add_argument(
         "--max-model-len", metavar="N", type=whole_number, help="most tokens of prompt and output together"
     )
@@ -231,6 +236,16 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     )
 
 
+def add_attention(parser: argparse._ActionsContainer) -> None:
+    """What computes attention, for commands that load a model."""
+    parser.add_argument(
+        "--attention",
+        choices=ATTENTION,
+        help="what computes attention; default: on CUDA the first of these that computes the model right, else "
+        "reference",
+    )
+
+
 def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """What no option shows alone. Adds what follows from them: `is_text`, `is_batch`, `maybe_text`, `defaults`..."""
     if args.output is None and not args.dry_run:
@@ -250,7 +265,7 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--{'chat' if args.chat else 'template'} is not for OpenAI batch files, whose lines say it all")
     if args.shard is not None and args.output not in (None, "-"):
         args.output = _with_shard(args.output, args.shard)
-    args.attention = "unknown"
+    args.backend = "unknown"
     file_name = args.input.removesuffix(".gz")
     args.is_text = args.format == "text" or (args.format is None and file_name.endswith(".txt"))
     args.is_batch = args.format == "openai" or (

@@ -172,7 +172,7 @@ class ModelTarget(Target):
     Attributes:
         model: a causal language model of transformers.
         kv_tokens: the KV budget, rounded down to blocks.
-        block_size, max_model_len, prefix_caching, swap_memory: see `Engine.from_model`.
+        block_size, max_model_len, prefix_caching, swap_memory, attention: see `Engine.from_model`.
     """
 
     model: Any
@@ -181,6 +181,7 @@ class ModelTarget(Target):
     max_model_len: int | None = None
     prefix_caching: bool = False
     swap_memory: int | str | None = None
+    attention: Any = None
 
     @property
     @override
@@ -193,7 +194,13 @@ class ModelTarget(Target):
 
         # The first steps of a process compile, allocate and fill caches; they are nobody's cost. In an engine of their
         # own, since the trace and the figures are to begin with the load.
-        with Engine.from_model(self.model, scheduler=StaticScheduler, num_kv_blocks=4, block_size=16) as warm:
+        with Engine.from_model(
+            self.model,
+            scheduler=StaticScheduler,
+            num_kv_blocks=max(4, -(-64 // self.block_size)),
+            block_size=self.block_size,
+            attention=self.attention,
+        ) as warm:
             warm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=4, ignore_eos=True, detokenize=False))
         runner = TransformersRunner(
             self.model,
@@ -201,5 +208,6 @@ class ModelTarget(Target):
             block_size=self.block_size,
             max_model_len=self.max_model_len,
             swap_memory=self.swap_memory,
+            attention=self.attention,
         )
         return runner, MonotonicClock()

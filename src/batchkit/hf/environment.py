@@ -7,7 +7,7 @@ import os
 import torch
 
 from ..machine import usable_cpus
-from .backends import choose_backend
+from .backends import AUTOMATIC, choose_backend
 from .kv_pool import free_memory
 from .loading import default_device
 
@@ -18,13 +18,14 @@ _GIB = 1 << 30
 
 def describe() -> list[tuple[str, str]]:
     """Names and what is to be said of each, for people."""
-    backend = choose_backend(None, (), "any model").name
+    elsewhere = choose_backend(None, (), "any model").name
+    on_cuda = ", else ".join(kind.name for kind in AUTOMATIC)
     return [
         ("torch CPU", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("torch CUDA", torch.version.cuda or "built without"),
         *(("device", text) for text in _devices()),
         ("default device", default_device()),
-        ("attention", f"{backend}, the only backend of this version; xformers and triton are not used"),
+        ("attention", f"{elsewhere}; on CUDA devices {on_cuda}, where it computes a model right"),
     ]
 
 

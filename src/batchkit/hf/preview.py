@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from ..errors import UnsupportedModel
 from ..types import KVGeometry
 from .attention import probe_layers
-from .backends import choose_backend
+from .backends import block_size_for, choose_backend
 from .backends.reference import ReferenceBackend
 from .grammar import Grammars
 from .kv_pool import block_bytes, free_memory, num_blocks_for
@@ -53,28 +53,32 @@ def preview(
     block_size: int | None = None,
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
+    attention: str | None = None,
 ) -> Preview:
     """Look at a model without loading its weights. The arguments are those of `TransformersRunner` and `load_model`.
 
     Raises:
-        UnsupportedModel: its attention cannot be replaced, with every reason that shows without weights.
+        UnsupportedModel: its attention cannot be replaced, or not by the backend that is asked for, with every reason
+            that shows without weights.
+        ValueError: the backend cannot have blocks of this size.
         OSError: there is no such model.
     """
     config = AutoConfig.from_pretrained(name_or_path)
     where = torch.device(default_device() if device is None else device)
-    size = ReferenceBackend.default_block_size if block_size is None else block_size
     length = model_len(config, max_model_len)
     model = without_weights(config, dtype)
-    max_blocks = max_num_seqs * -(-length // size)
     try:
         layers = [replace(layer, device=where) for layer in probe_layers(model)]
     except UnsupportedModel:
         raise
     except Exception:  # some models look at values on their way, and there are none
-        attention = "not known before the model is loaded, nor how much KV memory there will be"
-        num_blocks = max_blocks if num_kv_blocks is None else num_kv_blocks
+        found = "not known before the model is loaded, nor how much KV memory there will be"
+        size = ReferenceBackend.default_block_size if block_size is None else block_size
+        num_blocks = max_num_seqs * -(-length // size) if num_kv_blocks is None else num_kv_blocks
     else:
-        attention = choose_backend(None, layers, type(model).__name__).name
+        backend = choose_backend(attention, layers, type(model).__name__, block_size=block_size)
+        found, size = backend.name, block_size_for(backend, block_size)
+        max_blocks = max_num_seqs * -(-length // size)
         num_blocks = num_blocks_for(
             layers, block_size=size, kv_memory=kv_memory, num_kv_blocks=num_kv_blocks, max_blocks=max_blocks
         )
@@ -89,7 +93,7 @@ def preview(
     )
     tokenizer = HFTokenizer(AutoTokenizer.from_pretrained(name_or_path))
     grammars = Grammars(tokenizer, geometry.eos_token_ids, geometry.vocab_size)
-    return Preview(tokenizer, geometry, attention, grammars)
+    return Preview(tokenizer, geometry, found, grammars)
 
 
 def without_weights(config: Any, dtype: str) -> Any:

@@ -14,7 +14,7 @@ from ..runner import ModelRunner
 from ..sizes import parse_bytes
 from ..types import KVGeometry, RowResult, SamplerOutput
 from .attention import StepContext, bind
-from .backends import choose_backend
+from .backends import block_size_for, choose_backend
 from .backends.base import to_device
 from .batch import BatchBuilder
 from .grammar import Grammars
@@ -97,12 +97,7 @@ class TransformersRunner(ModelRunner):
         layers = list(bound.layers.values())
         length = model_len(bound.model.config, max_model_len)
         backend = choose_backend(attention, layers, type(model).__name__, block_size=block_size)
-        size = backend.default_block_size if block_size is None else block_size
-        if size % backend.block_size_multiple:
-            raise ValueError(
-                f"block_size must be a multiple of {backend.block_size_multiple} for attention backend "
-                f"{backend.name}, got {size}"
-            )
+        size = block_size_for(backend, block_size)
         num_blocks = num_blocks_for(
             layers,
             block_size=size,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batchkit")
 
-__all__ = ["AUTOMATIC", "NAMES", "choose_backend"]
+__all__ = ["AUTOMATIC", "NAMES", "block_size_for", "choose_backend"]
 
 AUTOMATIC: tuple[type[AttentionBackend], ...] = (XformersBackend, VarlenBackend)
 """Backends for CUDA devices, the preferred one first."""
@@ -58,6 +58,20 @@ def choose_backend(
     if reasons:
         raise UnsupportedModel(model, [f"attention backend {backend.name}: {reason}" for reason in reasons])
     return backend
+
+
+def block_size_for(backend: AttentionBackend, wanted: int | None) -> int:
+    """Tokens per KV block: those wanted, or what suits the backend.
+
+    Raises:
+        ValueError: the backend cannot have so many.
+    """
+    if not _takes(backend, wanted):
+        raise ValueError(
+            f"block_size must be a multiple of {backend.block_size_multiple} for attention backend {backend.name}, got "
+            f"{wanted}"
+        )
+    return backend.default_block_size if wanted is None else wanted
 
 
 def _automatic(layers: Sequence[LayerSpec], model: str, block_size: int | None) -> AttentionBackend:
