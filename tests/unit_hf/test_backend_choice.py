@@ -161,6 +161,11 @@ class WrongScale(Own):
         return super().attend(layer, *rest, scaling=1.1 * layer.key_dim**-0.5, sinks=sinks)
 
 
+class IgnoresScaling(Own):
+    def attend(self, layer, *rest, scaling, sinks):
+        return super().attend(layer, *rest, scaling=None, sinks=sinks)
+
+
 class Raises(Own):
     def attend(self, *inputs, **more):
         raise NotImplementedError("No operator found\n   not built with CUDA support")
@@ -200,6 +205,7 @@ class TestTrial:
             (DropsTheLastKey, "one head"),
             (TakesTablesForRanges, "plain"),
             (WrongScale, "plain"),
+            (IgnoresScaling, "plain"),
             (GivesNaN, "plain"),
         ],
     )

@@ -161,18 +161,19 @@ def _row(index: int, start: int, count: int, blocks: Sequence[int]) -> Scheduled
     )
 
 
-def _steps(layer: LayerSpec, size: int) -> Iterator[tuple[str, TrialStep]]:
-    """Steps of every kind, with rows that end at and around the borders of blocks; and what they are of."""
+def _steps(layer: LayerSpec, size: int) -> Iterator[tuple[str, TrialStep, float | None]]:
+    """Steps of every kind, with rows that end at and around the borders of blocks; what they are of; and a scaling."""
     decodes = [(0, 1), (size - 1, 1), (size, 1), (2 * size + 2, 1)]
     prompts = [(0, 5), (0, size + 9), (0, 1)]
     mixed = [(0, 7), (size + 3, 7), (3, 5), *decodes[2:]]
-    for what, rows, scattered in (
-        ("decoding over scattered blocks", decodes, True),
-        ("decoding over contiguous blocks", decodes, False),
-        ("prompts", prompts, True),
-        ("prompts, chunks and decoding together", mixed, True),
+    other = 0.5 * layer.key_dim**-0.5
+    for what, rows, scattered, scaling in (
+        ("decoding over scattered blocks", decodes, True, None),
+        ("decoding over contiguous blocks", decodes, False, other),
+        ("prompts", prompts, True, None),
+        ("prompts, chunks and decoding together", mixed, True, other),
     ):
-        yield what, make_step(layer, rows, block_size=size, scattered=scattered, edge=_EDGE)
+        yield what, make_step(layer, rows, block_size=size, scattered=scattered, edge=_EDGE), scaling
 
 
 def faults(backend: AttentionBackend, layers: Iterable[LayerSpec], block_size: int) -> list[str]:
@@ -206,8 +207,8 @@ def _faults_of(backend: AttentionBackend, kind: LayerSpec, block_size: int) -> l
     reference = ReferenceBackend()
     allowed = max(_ROUNDING * torch.finfo(kind.dtype).eps, _ROUNDING_AT_LEAST)
     found = []
-    for what, step in _steps(kind, block_size):
-        off = _distance(step.run(backend), step.run(reference))
+    for what, step, scaling in _steps(kind, block_size):
+        off = _distance(step.run(backend, scaling), step.run(reference, scaling))
         if not off <= allowed:  # NaN is not
             found.append(
                 f"it is wrong, {_where(kind)}: {what} is off by {off:.2g} of a result's length, and rounding explains "
