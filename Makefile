@@ -11,6 +11,7 @@ OLDEST := transformers==5.17.0
 XFORMERS := xformers==0.0.35 'triton>=3.6,<3.9' 'numpy<2.4'
 PYTEST_ARGS ?=
 MEASURED ?= .cache/measured
+GPU_CHECK_ARGS ?=
 VARIANCE = $(BIN)/batchkit bench variance $(MODEL) --dtype float32 --kv-sequences 8 --n 48 --seeds 0
 # What a user leaves in the folder while trying things is not checked.
 PYTHON_CODE := src tests examples benchmarks tools
@@ -22,7 +23,7 @@ OLDEST_TESTS := tests/unit_hf tests/parity
 XFORMERS_TESTS := tests/interpreted
 
 .DELETE_ON_ERROR:
-.PHONY: help demo env model test test-fast test-oldest test-xformers check format bench experiment experiment-measured models-doc clean clean-all
+.PHONY: help demo env model test test-fast test-oldest test-xformers check format bench experiment experiment-measured models-doc gpu-check clean clean-all
 
 help:
 	@echo "make demo         set everything up, answer examples/prompts.jsonl with SmolLM2-135M, print the figures"
@@ -35,6 +36,7 @@ help:
 	@echo "make bench        the benchmarks: scheduling, long jobs, the trace, sampling, prefixes, start-up, throughput"
 	@echo "make experiment   the figures of docs/experiment.md: the 2023 experiment, simulated; minutes"
 	@echo "make experiment-measured  the same page's: the experiment on SmolLM2-135M, and how well it is predicted; an hour"
+	@echo "make gpu-check    check and measure on a GPU, with the torch and transformers of PYTHON; see docs/gpu.md"
 	@echo "make models-doc   write docs/supported-models.md anew"
 	@echo "make clean        remove what tests and tools left; clean-all: the environments and the model too"
 	@echo "Variables: PYTHON=$(PYTHON) MODEL=$(MODEL) PYTEST_ARGS="
@@ -133,6 +135,10 @@ experiment-measured: env model
 	$(VARIANCE) --caps 32 --fixed 32 --seeds 0,1,2 --json $(MEASURED)/fixed.json --policies static-batch,orca-max_tokens,chunked
 	$(VARIANCE) --caps 384 --seeds 1,2,3 --json $(MEASURED)/again.json --policies orca-max_tokens,chunked
 	$(BIN)/python benchmarks/predict.py $(MEASURED)/true.json $(MEASURED)/true --json $(MEASURED)/predicted.json --calibration $(MEASURED)/cost.json
+
+gpu-check:
+	$(need_python)
+	PYTHON=$(PYTHON) benchmarks/gpu_check.sh $(GPU_CHECK_ARGS)
 
 models-doc: env
 	$(BIN)/python tools/supported_models.py

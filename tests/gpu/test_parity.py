@@ -14,7 +14,7 @@ from gpu.rig import BACKENDS, DTYPES, FAMILIES, POLICIES, backend, check_close, 
 # What torch or a kernel warns of on a device is no fault of the device.
 pytestmark = pytest.mark.filterwarnings("default")
 
-SLIDING = [family for family, changes in FAMILIES.items() if "sliding_window" in changes]
+WITH_WINDOW = [family for family, changes in FAMILIES.items() if "sliding_window" in changes]
 
 
 def name(dtype: torch.dtype) -> str:
@@ -54,7 +54,7 @@ class Overlooks(ReferenceBackend):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
-@pytest.mark.parametrize("family", SLIDING)
+@pytest.mark.parametrize("family", WITH_WINDOW)
 def test_the_bound_is_sharp(family: str, dtype: torch.dtype) -> None:
     exact, want = truth(family, dtype), reference(family, dtype)
     got = serve(model_of(family, dtype), attention=Overlooks(), forced=exact.tokens)
