@@ -146,6 +146,7 @@ class TestWhatItIsTold:
         assert lens.tolist() == [401] and table.tolist() == [second.batch.tables.tolist()]
 
 
+@pytest.mark.skipif(bool(backend._missing_parts()), reason="this torch's operator takes no block tables")
 def test_the_real_operator_takes_these_arguments() -> None:
     """On the meta device, which has shapes and no numbers."""
     meta = torch.device("meta")
