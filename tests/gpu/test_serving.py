@@ -107,11 +107,11 @@ def little_memory(device: torch.device) -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + FREE) / total, device)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + FREE) / total)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def test_a_step_out_of_memory_is_planned_again_with_half_the_tokens(

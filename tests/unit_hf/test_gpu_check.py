@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from batchkit.experiment.policies import POLICIES
+from batchkit.hf.runner import TransformersRunner
 from tiny_models import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,6 +66,7 @@ def one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_check, "SHAPES", gpu_check.SHAPES[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_shape")
 def test_a_part_that_fails_stops_no_other(monkeypatch, capsys, tmp_path: Path) -> None:
     def fails(check: object) -> None:
@@ -99,6 +102,49 @@ def test_a_step_that_fails_stops_no_other(monkeypatch) -> None:
     assert list(check.errors.values()) == ["OutOfMemoryError: 4 rows"] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_shape")
+def test_on_a_gpu_there_are_graphs_and_the_memory_bounds_the_context(monkeypatch, tmp_path: Path) -> None:
+    """With stand-ins for what only a device can do."""
+    wanted = []
+
+    def runner(model, *, attention, cuda_graphs, **options):
+        wanted.append((attention, cuda_graphs))
+        if attention == "xformers" and cuda_graphs:
+            logging.getLogger("batchkit").warning("decode steps run without CUDA graphs: because")
+        return TransformersRunner(model, attention="reference", **options)
+
+    true = gpu_check.build
+    on_cpu = gpu_check.Check(torch.device("cpu"), tiny=True, skip=[], budget_s=1)
+    a_token = 2 * 2 * 64 * 2  # bytes of KV: two layers of keys and values, each 64 numbers
+    room = 3 * gpu_check.SMALL.block_size * a_token
+    properties = SimpleNamespace(name="Some GPU", major=9, minor=0, total_memory=10 * room)
+    for name, value in {
+        "is_available": True,
+        "get_device_properties": properties,
+        "mem_get_info": (room + 0.15 * 10 * room, 10 * room),
+        "synchronize": None,
+        "empty_cache": None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(gpu_check, "build", lambda check, folder: true(on_cpu, folder))
+    monkeypatch.setattr(gpu_check, "device_speed", lambda check: {"bandwidth": 1e9, "flops": 1e12})
+    monkeypatch.setattr(gpu_check, "TransformersRunner", runner)
+    path = tmp_path / "found.json"
+    assert gpu_check.main(["--tiny", "--skip", "tests", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["versions"]["device"] == "Some GPU" and found["versions"]["capability"] == "9.0"
+    modes = [("xformers", True), ("varlen", True), ("xformers", False), ("varlen", False), ("reference", False)]
+    assert wanted == [*modes, ("xformers", True)]  # the last is that of the experiment
+    assert {one["batch"] for one in found["decode"]} == {1}
+    assert len(found["cut"]) == len(modes) * 2
+    assert all(", 4 rows, " in one and one.endswith(": 3 KV blocks are not one for each row") for one in found["cut"])
+    by_mode = {(one["attention"], one["graphs"]) for one in found["decode"]}
+    assert by_mode == {("xformers", False), ("varlen", True), ("varlen", False), ("reference", False)}
+    assert {one["graphs"] for one in found["throughput"]} == {False}
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_shape")
 def test_what_there_is_no_time_for_is_named(capsys, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
