@@ -38,7 +38,7 @@ _NEEDED = ("block_table", "seqused_k", "window_size", "enable_gqa", "scale")
 _SPLITS_SINCE = (2, 13)
 """The version of torch from which on FlashAttention 2 splits keys by itself, and can be told not to."""
 _ALL = (-1, -1)
-"""A window without bounds. For a row of one query the causal mask hides nothing."""
+"""A window without bounds, for rows of one query each: a causal mask would hide nothing from them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +104,7 @@ class VarlenBackend(AttentionBackend):
         if step.tables is not None:
             key, value = _by_block(kv.key, kv.block_size), _by_block(kv.value, kv.block_size)
         is_grouped = layer.num_heads != layer.num_kv_heads
-        splits_right = step.max_q == 1 and is_grouped and step.window == _ALL
+        splits_right = is_grouped and step.window == _ALL
         whole = {} if splits_right or not _splits_wrong() else {"num_splits": 1}
         # Not every implementation launches on the device that the tensors are on by itself.
         with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
