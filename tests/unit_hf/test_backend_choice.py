@@ -40,7 +40,7 @@ LAYERS = {
     "plain": PLAIN,
     "float16": replace(PLAIN, dtype=torch.float16),
     "float32": replace(PLAIN, dtype=torch.float32),
-    "one head": replace(PLAIN, num_heads=1, num_kv_heads=1),
+    "one head": replace(PLAIN, num_heads=1, num_kv_heads=1, key_dim=64, value_dim=64),
     "all heads": replace(PLAIN, num_kv_heads=4),
     "long window": replace(PLAIN, window=4096),
     "short window": replace(PLAIN, window=5),
@@ -290,6 +290,18 @@ class TestTrial:
         with pytest.raises(UnsupportedModel) as caught:
             choose_backend(Objects(), [PLAIN], "Any")
         assert caught.value.reasons == ("attention backend own: no",)
+
+    def test_what_is_made_of_the_reference_is_not_tried(self) -> None:
+        """It would be compared with itself, and doctor finds what is wrong with it."""
+
+        class Made(ReferenceBackend):
+            attend = Raises.attend
+
+        assert isinstance(choose_backend(Made(), [PLAIN], "Any"), Made)
+
+    def test_contiguous_rows_have_gaps_and_no_order(self) -> None:
+        batch = make_step(PLAIN, [(3, 2), (0, 9), (0, 1)], block_size=4, scattered=False).batch
+        assert batch.tables.tolist() == [7, 8, 3, 4, 5, 1] and batch.contiguous.all()
 
     def test_slots_that_nobody_wrote_hold_nan(self) -> None:
         step = make_step(PLAIN, [(3, 2), (0, 1)], block_size=4)
