@@ -20,6 +20,7 @@ import torch
 import torch.nn.attention.varlen
 
 import batchkit.hf.backends as backends
+import batchkit.hf.backends.trial as trial
 from batchkit import cli
 from batchkit.cli import options
 from batchkit.errors import UnsupportedModel
@@ -214,6 +215,12 @@ class TestTrial:
             UnsupportedModel, match=r"attention backend own: it is wrong, on cpu in bfloat16 with .* is off"
         ):
             choose_backend(backend(), [LAYERS[kind]], "Any", block_size=size)
+
+    def test_the_smallest_fault_shows_in_every_step(self) -> None:
+        """One key of 131, and one head to show it."""
+        for what, step, scaling in trial._steps(LAYERS["one head"], SIZE):
+            off = trial._distance(step.run(DropsTheLastKey(), scaling), step.run(ReferenceBackend(), scaling))
+            assert (off > 0.025) == (what != "prompts"), (what, off)
 
     def test_what_it_says(self) -> None:
         layers = [PLAIN, replace(PLAIN, index=1, window=5), replace(PLAIN, index=2, window=7), replace(PLAIN, index=3)]
