@@ -540,6 +540,7 @@ class Stand:
     simulated: SimulatedTarget
     cost: RooflineCost
     pool: int
+    layers: int
     attention: str
     graphs: bool
 
@@ -588,6 +589,7 @@ def _stand(check: Check, model: Any, shape: ModelShape, pool: int) -> Iterator[S
                 ),
                 cost,
                 pool,
+                model.config.num_hidden_layers,
                 attention,
                 graphs and warnings.fallback is None,
             )
@@ -655,7 +657,7 @@ def _group(check: Check, stand: Stand, cap: int, cells: list[dict[str, Any]], sh
                     "cap": cap,
                     "requests": len(load),
                     "policy": name,
-                    "layers": check.layers,
+                    "layers": stand.layers,
                     "attention": stand.attention,
                     "graphs": stand.graphs,
                     "overhead_ms": 1e3 * stand.cost.overhead_s,
@@ -816,6 +818,8 @@ def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--skip: unknown {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if not set(PARTS) - set(args.skip):
         parser.error("--skip: nothing is left to run")
+    if not 1 <= args.layers <= 40:
+        parser.error(f"--layers: OPT-13B has 40, got {args.layers}")
     if args.device != "cuda" and not args.tiny:
         parser.error("without a GPU only --tiny is reasonable: a rehearsal")
     if args.device == "cuda" and not torch.cuda.is_available():

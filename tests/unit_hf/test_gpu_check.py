@@ -55,7 +55,7 @@ def test_a_rehearsal_runs_everything_and_says_that_it_is_one(tmp_path: Path) -> 
     assert len(decoded) == len(found["decode"]) == len(gpu_check.SHAPES) * len(sizes.batches) * 2
     assert {one["attention"] for one in found["decode"]} == {"reference"}
     assert [one["policy"] for one in found["throughput"]] == list(POLICIES)
-    assert all(one["factor"] > 0 and one["simulated_factor"] > 0 for one in found["throughput"])
+    assert all(one["layers"] == 2 and one["factor"] > 0 and one["simulated_factor"] > 0 for one in found["throughput"])
     assert any("attention backend varlen: it needs a CUDA device" in one for one in found["missing"])
     goals = done.stdout.split("Goals:\n")[1].split("\n\n")[0].splitlines()
     assert len(goals) == 4 and all(goal.endswith("not measured") for goal in goals)
@@ -201,6 +201,7 @@ def test_rows_of_a_step_share_no_block(contiguous: bool) -> None:
         (["--device", "cpu"], "only --tiny is reasonable"),
         ([*TINY, "--skip", "decoding"], "unknown decoding; there are tests, device, decode, throughput"),
         ([*TINY, "--skip", "tests,device,decode,throughput"], "nothing is left to run"),
+        ([*TINY, "--layers", "0"], "OPT-13B has 40, got 0"),
     ],
 )
 def test_wrong_arguments(options: list[str], message: str, capsys) -> None:
