@@ -39,15 +39,3 @@ def smollm2() -> str:
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test may reach for a model hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none."""
-    gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if not gpu:
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        for item in gpu:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

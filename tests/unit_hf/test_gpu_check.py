@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import logging
 import os
@@ -10,7 +10,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,15 +24,9 @@ SCRIPT = ROOT / "benchmarks" / "gpu_check.sh"
 TINY = ["--device", "cpu", "--tiny"]
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_check", SCRIPT.with_suffix(".py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_check"] = module  # dataclasses look themselves up
-    spec.loader.exec_module(module)
-    return module
-
-
-gpu_check = load()
+sys.path.insert(0, str(SCRIPT.parent))
+gpu_check, gpu_rig, gpu_throughput = map(importlib.import_module, ("gpu_check", "gpu_rig", "gpu_throughput"))
+sys.path.remove(str(SCRIPT.parent))
 
 
 def start(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -51,7 +45,7 @@ def test_a_rehearsal_runs_everything_and_says_that_it_is_one(tmp_path: Path) -> 
     assert " passed" in found["tests"]["outcome"] and "failed" not in found["tests"]["outcome"]
     assert found["device"]["bandwidth"] > 0 and found["device"]["flops"] > 0
     decoded = {(one["model"], one["batch"], one["layout"]) for one in found["decode"]}
-    sizes = gpu_check.SMALL
+    sizes = gpu_rig.SMALL
     assert len(decoded) == len(found["decode"]) == len(gpu_check.SHAPES) * len(sizes.batches) * 2
     assert {one["attention"] for one in found["decode"]} == {"reference"}
     assert [one["policy"] for one in found["throughput"]] == list(POLICIES)
@@ -117,7 +111,7 @@ def test_on_a_gpu_there_are_graphs_and_the_memory_bounds_the_context(monkeypatch
     true = gpu_check.build
     on_cpu = gpu_check.Check(torch.device("cpu"), tiny=True, skip=[], budget_s=1)
     a_token = 2 * 2 * 64 * 2  # bytes of KV: two layers of keys and values, each 64 numbers
-    room = 3 * gpu_check.SMALL.block_size * a_token
+    room = 3 * gpu_rig.SMALL.block_size * a_token
     properties = SimpleNamespace(name="Some GPU", major=9, minor=0, total_memory=10 * room)
     for name, value in {
         "is_available": True,
@@ -127,9 +121,10 @@ def test_on_a_gpu_there_are_graphs_and_the_memory_bounds_the_context(monkeypatch
         "empty_cache": None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(gpu_check, "build", lambda check, folder: true(on_cpu, folder))
+    for module in (gpu_check, gpu_throughput):
+        monkeypatch.setattr(module, "build", lambda check, folder: true(on_cpu, folder))
     monkeypatch.setattr(gpu_check, "device_speed", lambda check: {"bandwidth": 1e9, "flops": 1e12})
-    monkeypatch.setattr(gpu_check, "TransformersRunner", runner)
+    monkeypatch.setattr(gpu_rig, "TransformersRunner", runner)
     path = tmp_path / "found.json"
     assert gpu_check.main(["--tiny", "--skip", "tests", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
@@ -150,7 +145,7 @@ def test_what_there_is_no_time_for_is_named(capsys, tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     assert gpu_check.main([*TINY, "--skip", "tests", "--budget-s", "0", "--json", str(path)]) == 0
     found = json.loads(path.read_text())
-    sizes = gpu_check.SMALL
+    sizes = gpu_rig.SMALL
     assert not found["decode"] and not found["throughput"] and not found["errors"]
     assert len(found["cut"]) == len(gpu_check.SHAPES) * len(sizes.batches) * 2 + len(POLICIES)
     left_out = capsys.readouterr().out.split("Left out:\n")[1]
