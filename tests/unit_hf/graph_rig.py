@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from batchkit import Engine, SamplingParams
 from batchkit.hf import graphs, runner
 from batchkit.hf.backends.base import StepGroups, power_of_two, to_device
 from batchkit.hf.backends.reference import ReferenceBackend
@@ -84,3 +85,22 @@ def _rows(batch: Any, window: int | None, device: torch.device, zero_block: int)
     if window is not None:
         seen &= positions >= batch.kv_lens[:, None] - window
     return [_Rows(to_device(table, device), to_device(seen, device))]
+
+
+def forced_logits(model: torch.nn.Module, prompts: list[list[int]], lengths: tuple[int, ...], **options: Any) -> Any:
+    """Logits of every token that is sampled, in order, when the tokens themselves are 7, 8, 9 ... whatever they are."""
+    said = []
+
+    def watch(prompt: Any, output: Any, logits: torch.Tensor) -> torch.Tensor:
+        said.append(logits.float().clone())
+        forced = torch.full_like(logits, -1e4)
+        forced[7 + len(output)] = 0
+        return forced
+
+    params = [
+        SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logits_processors=[watch])
+        for length in lengths
+    ]
+    with Engine.from_model(model, **options) as engine:
+        engine.generate(prompts, params)
+    return torch.stack(said)

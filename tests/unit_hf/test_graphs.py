@@ -30,7 +30,7 @@ from batchkit.types import Request, ScheduledSequence
 from parity.test_families import FAMILIES
 from parity.test_families import tiny as of_family
 from tiny_models import tiny
-from unit_hf.graph_rig import Rerun, SameShapes, reruns  # noqa: F401 - a fixture
+from unit_hf.graph_rig import Rerun, SameShapes, forced_logits, reruns  # noqa: F401 - a fixture
 from unit_hf.varlen_rig import on_the_cpu  # noqa: F401 - a fixture
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14] * 9, [15, 16]]
@@ -81,24 +81,11 @@ def test_varlen_s_plans_can_be_replayed(reruns: list[Rerun], monkeypatch, window
     )
     prompts = [[5] * 254, [6] * 3, [7] * 255]  # to the end of a block, and beyond
 
-    def logits(cuda_graphs: bool) -> torch.Tensor:
-        said = []
-
-        def watch(prompt, output, logits):
-            said.append(logits.float().clone())
-            forced = torch.full_like(logits, -1e4)
-            forced[7 + len(output)] = 0
-            return forced
-
-        params = [SamplingParams(temperature=0, max_tokens=k, logits_processors=[watch]) for k in (5, 3, 4)]
-        options = {"num_kv_blocks": 8, "attention": "varlen", "cuda_graphs": cuda_graphs}
-        with Engine.from_model(model.half(), **options) as engine:
-            engine.generate(prompts, params)
-        return torch.stack(said)
-
-    want = logits(cuda_graphs=False)
+    work = (model.half(), prompts, (5, 3, 4))
+    options = {"num_kv_blocks": 8, "attention": "varlen"}
+    want = forced_logits(*work, **options)
     assert not reruns
-    torch.testing.assert_close(logits(cuda_graphs=True), want, atol=2e-3, rtol=0)
+    torch.testing.assert_close(forced_logits(*work, cuda_graphs=True, **options), want, atol=2e-3, rtol=0)
     assert 1 <= len(reruns) <= 3
     assert sum(graph.num_replays for graph in reruns) == 4
 
