@@ -80,7 +80,7 @@ class StepCost(Protocol):
     """Seconds of a step, copies of blocks apart."""
 
     def __call__(self, out: SchedulerOutput) -> float:
-        """Of the rows of `out`; it has some."""
+        """Of the rows of `out`, of which it has some; the same for the same rows."""
 
     def copying(self, copies: Sequence[BlockCopy]) -> float:
         """Of the copies that come before the rows."""

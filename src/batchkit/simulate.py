@@ -59,7 +59,8 @@ class SimulatedRunner(ModelRunner):
     Args:
         geometry: the KV memory's shape.
         clock: passes by `cost` in each step that has rows. Default: none.
-        cost: seconds of a step with rows; a `StepCost` says what copies take too. Default: a thousandth.
+        cost: seconds of a step with rows; a `StepCost` says what copies take too. Default: a thousandth. Any other
+            function is asked in every step, and may answer differently each time.
         check_kv: False keeps no tags, for long simulations; a wrong block table then goes unnoticed.
 
     >>> from batchkit import Engine, KVGeometry, PagedAllocator, PagedScheduler, SamplingParams, SimulatedRunner
@@ -206,6 +207,7 @@ class SimulatedRunner(ModelRunner):
     def drop_caches(self) -> None:
         self._prefixes.clear()
         self._num_hashes = 0
+        self._idle_rows = None
 
     @override
     def close(self) -> None:

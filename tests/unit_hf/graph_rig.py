@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from batchkit import Engine, SamplingParams
 from batchkit.hf import graphs, runner
@@ -16,31 +19,136 @@ from batchkit.hf.backends.base import StepGroups, power_of_two, to_device
 from batchkit.hf.backends.reference import ReferenceBackend
 
 
-class Rerun:
-    """Not a graph: it keeps the function and calls it again. What the host decides in it is not frozen."""
+class Tape:
+    """Operators, replayed on the very tensors that were recorded, as a graph does. It keeps alive only what it made."""
 
-    made: ClassVar[list[Rerun]] = []
-
-    def __init__(self) -> None:
+    def __init__(self, compute: Any) -> None:
         self.num_replays = 0
-        self.made.append(self)
+        self._ops: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
+        self._inside: set[int] = set()
+        self._outside: dict[int, StorageWeakRef] = {}
+        with _Recording(self):
+            compute()
 
-    def capture(self, compute: Any) -> None:
+    def record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        taken = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        for tensor in taken:
+            if _storage(tensor) not in self._inside:
+                self._outside[_storage(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        result = func(*args, **kwargs)
+        given = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        views = {_storage(tensor) for tensor in taken}
+        made = [tensor for tensor in given if _storage(tensor) not in views]
+        self._inside.update(map(_storage, made))
+        if made or func._schema.is_mutable:
+            self._ops.append((func, *tree_map(self._weakly, (args, kwargs)), made))
+        return result
+
+    def _weakly(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or _storage(value) in self._inside:
+            return value
+        place = (value.dtype, value.storage_offset(), value.shape, value.stride())
+        return _Outside(self._outside[_storage(value)], *place)
+
+    def __call__(self) -> None:
+        self.num_replays += 1
+        for func, args, kwargs, made in self._ops:
+            found_args, found_kwargs = tree_map(_found, (args, kwargs))
+            result = func(*found_args, **found_kwargs)
+            for old, new in zip(made, _made_of(result, (found_args, found_kwargs)), strict=True):
+                old.copy_(new)
+
+
+class Rerun:
+    """The function, called again: for kernels that are no operators of torch. What the host decides is not frozen."""
+
+    def __init__(self, compute: Any) -> None:
+        self.num_replays = 0
         self._compute = compute
 
-    def replay(self) -> None:
+    def __call__(self) -> None:
         self.num_replays += 1
         self._compute()
 
 
+@dataclass(frozen=True)
+class _Outside:
+    """A tensor that a tape reads or writes, and does not keep."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    offset: int
+    shape: Any
+    strides: Any
+
+    def tensor(self) -> torch.Tensor:
+        assert not self.storage.expired(), f"a tensor of {self.dtype} {tuple(self.shape)} is gone"
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.strides)
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._tape.record(func, args, kwargs or {})
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _found(value: Any) -> Any:
+    return value.tensor() if isinstance(value, _Outside) else value
+
+
+def _made_of(result: Any, taken: Any) -> list[torch.Tensor]:
+    views = {_storage(value) for value in tree_leaves(taken) if isinstance(value, torch.Tensor)}
+    return [t for t in tree_leaves(result) if isinstance(t, torch.Tensor) and _storage(t) not in views]
+
+
+class Recorder:
+    """In the place of `graphs.CudaRecorder`, on any device.
+
+    Args:
+        kind: of what stands for a graph.
+    """
+
+    made: ClassVar[list[Any]] = []
+
+    def __init__(self, kind: Any) -> None:
+        self._kind = kind
+
+    def renew(self) -> None:
+        pass
+
+    def prepare(self, compute: Any) -> Any:
+        return compute()
+
+    def capture(self, compute: Any) -> Any:
+        self.made.append(self._kind(compute))
+        return self.made[-1]
+
+
+def _stand_in(monkeypatch: pytest.MonkeyPatch, kind: Any) -> list[Any]:
+    monkeypatch.setattr(Recorder, "made", [])
+    monkeypatch.setattr(runner, "DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(graphs, "CudaRecorder", lambda device: Recorder(kind))
+    return Recorder.made
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> list[Tape]:
+    """`cuda_graphs=True` on the CPU, by `Tape`; all that were made."""
+    return _stand_in(monkeypatch, Tape)
+
+
 @pytest.fixture
 def reruns(monkeypatch: pytest.MonkeyPatch) -> list[Rerun]:
-    """`cuda_graphs=True` on the CPU, by `Rerun`; all that were made."""
-    monkeypatch.setattr(Rerun, "made", [])
-    monkeypatch.setattr(runner, "DEVICES", frozenset({"cpu"}))
-    monkeypatch.setattr(graphs, "CudaGraph", lambda device, pool: Rerun())
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    return Rerun.made
+    """The same by `Rerun`."""
+    return _stand_in(monkeypatch, Rerun)
 
 
 @dataclass

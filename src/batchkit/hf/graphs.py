@@ -8,15 +8,18 @@ that write to a block of their own, and its numbers are copied to where those of
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import override
+from torch.utils._pytree import tree_leaves
 
+from ..errors import InvariantError
 from .backends.base import power_of_two, to_device
+from .lru import LRU
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batchkit")
 
-__all__ = ["DEVICES", "DecodeGraphs", "Graph", "find_waits", "padded_decodes"]
+__all__ = ["DEVICES", "DecodeGraphs", "find_waits", "padded_decodes"]
+
+T = TypeVar("T")
 
 DEVICES = frozenset({"cuda"})
 """Types of devices that have graphs."""
@@ -34,11 +39,15 @@ _FEW_ROWS = 64
 """Up to here the number of rows is padded to a power of two; beyond, to a multiple of this."""
 _MIN_WIDTH = 8
 """Block tables have at least so many columns: shorter ones are not worth a graph of their own."""
+_MOST_GRAPHS = 64
+"""The least recently replayed go beyond it: each has memory of its own."""
+_CAPTURING = threading.Lock()
+"""A process may capture one graph at a time."""
 _WAITS = frozenset(
     {
         *("item", "is_nonzero", "_local_scalar_dense", "equal", "allclose"),
-        *("nonzero", "nonzero_numpy", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive"),
-        *("bincount", "lift_fresh", "resolve_neg"),
+        *("nonzero", "nonzero_numpy", "argwhere", "masked_select", "bincount", "tensor_split"),
+        *("_unique", "_unique2", "unique_dim", "unique_consecutive", "lift_fresh", "resolve_neg"),
     }
 )
 """Operators of ATen that give a number to the host, or a shape that depends on numbers, or bring numbers from the host:
@@ -46,44 +55,50 @@ _WAITS = frozenset(
 show under their own name in inference mode alone."""
 
 
-class Graph(Protocol):
-    """A computation that can be run again."""
-
-    def capture(self, compute: Callable[[], object]) -> None:
-        """Record what `compute` does on the device, without doing it."""
-        ...
-
-    def replay(self) -> None:
-        """Run what was recorded, on whatever its inputs hold now."""
-        ...
-
-
-class CudaGraph(Graph):
-    """A graph of CUDA.
+class CudaRecorder:
+    """Makes CUDA graphs that share their memory, of which none may leave a result in it.
 
     Args:
-        device: where it runs.
-        pool: of memory, shared with other graphs, none of which leaves a result in it.
+        device: where they run.
     """
 
-    def __init__(self, device: torch.device, pool: Any) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = pool
-        self._graph = torch.cuda.CUDAGraph()
+        # One of its own: torch's default is for all devices together, and belongs to the first that captures.
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.renew()
 
-    @override
-    def capture(self, compute: Callable[[], object]) -> None:
-        # "thread_local": what other threads of the program do on the device meanwhile is no fault of this one.
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(self._graph, pool=self._pool, capture_error_mode="thread_local"),
-        ):
-            compute()
+    def renew(self) -> None:
+        """All graphs are gone. Their memory may still be in use for what was first needed in one."""
+        self._pool = torch.cuda.graph_pool_handle()
 
-    @override
-    def replay(self) -> None:
+    def prepare(self, compute: Callable[[], T]) -> T:
+        """Compute on the stream on which it will be recorded, so that its workspaces are there."""
         with torch.cuda.device(self._device):
-            self._graph.replay()
+            now = torch.cuda.current_stream()
+            self._stream.wait_stream(now)
+            with torch.cuda.stream(self._stream):
+                result = compute()
+            now.wait_stream(self._stream)
+        return result
+
+    def capture(self, compute: Callable[[], object]) -> Callable[[], None]:
+        """Record what `compute` does on the device, without doing it. What comes back does it."""
+        graph = torch.cuda.CUDAGraph()
+        with _CAPTURING, torch.cuda.device(self._device):
+            now = torch.cuda.current_stream()
+            try:
+                # "thread_local": what other threads do on the device meanwhile is no fault of this one.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    compute()
+            finally:
+                torch.cuda.set_stream(now)  # which torch does not after a failure
+
+        def replay() -> None:
+            with torch.cuda.device(self._device):
+                graph.replay()
+
+        return replay
 
 
 class DecodeGraphs:
@@ -113,30 +128,31 @@ class DecodeGraphs:
         self._device = device
         self._spare_block = spare_block
         self._max_rows = max_rows
-        self._pool = torch.cuda.graph_pool_handle()
-        self._steps: dict[tuple[int, int, bool], _Step] = {}
+        self._recorder = CudaRecorder(device)
+        self._steps: LRU[tuple[int, int, bool], _Step] = LRU(_MOST_GRAPHS)
         self._logits: torch.Tensor | None = None
         self._is_off = False
         if not backend.captures_decodes:
             self._turn_off(f"attention backend {backend.name} computes every step in other shapes")
 
     def logits(self, batch: Batch) -> torch.Tensor | None:
-        """Logits of a step's tokens, [T, V], which the next call may overwrite; None: compute it without a graph."""
+        """Logits of a step's tokens, [T, V], which the next call may overwrite; None: compute it without a graph.
+
+        Raises:
+            Whatever the forward pass raises when it is computed, before it is captured.
+        """
         if self._is_off or batch.num_tokens != batch.num_rows or batch.num_rows > self._max_rows:
             return None
         padded = padded_decodes(batch, self._spare_block)
         key = (padded.num_rows, padded.min_width, bool(padded.contiguous.all()))
-        step = self._steps.get(key)
         try:
-            if step is None:
-                step = self._steps[key] = self._captured(padded)
-            else:
-                step.take(padded)
-        except Exception as failure:
+            step = self._steps.get(key, lambda: self._captured(padded))
+            step.take(padded)
+        except (_NoGraph, InvariantError) as failure:
             # The step has yet to be computed: nothing is lost.
-            self._turn_off(f"{type(failure).__name__}: {failure}")
+            self._turn_off(str(failure))
             return None
-        step.graph.replay()
+        step.replay()
         assert self._logits is not None
         return self._logits[: batch.num_rows]
 
@@ -150,22 +166,27 @@ class DecodeGraphs:
 
         # Twice outside of the graph. What is compiled or allocated on first use must not be recorded, nor what a plan
         # sends to the device when the first layer asks for it. Keys and values are written anew each time, the same.
-        logits = forward()
-        waits = find_waits(forward)
+        logits = self._recorder.prepare(forward)
+        waits = self._recorder.prepare(lambda: find_waits(forward))
         if waits:
-            raise RuntimeError(f"the forward pass waits for the device or the host ({', '.join(sorted(waits))})")
+            raise _NoGraph(f"the forward pass waits for the device or the host ({', '.join(sorted(waits))})")
         if self._logits is None:
             self._logits = logits.new_empty(_padded(self._max_rows), logits.shape[1])
         out = self._logits[: batch.num_rows]
-        graph = CudaGraph(self._device, self._pool)
-        # Into memory of all graphs, since each would else keep some of its own.
-        graph.capture(lambda: out.copy_(forward()))
-        return _Step(inputs, plan, graph)
+        try:
+            # Into memory of all graphs, since each would else keep some of its own.
+            replay = self._recorder.capture(lambda: out.copy_(forward()))
+        except Exception as failure:
+            # Ending a capture that failed fails as well: the cause is what it was in the middle of.
+            context = f", after {failure.__context__!r}" if failure.__context__ is not None else ""
+            raise _NoGraph(f"{failure!r}{context}") from failure
+        return _Step(inputs, plan, tokens, replay)
 
     def drop(self) -> None:
         """Forget every graph: the memory that they know is no longer what they were made for."""
         self._steps.clear()
         self._logits = None
+        self._recorder.renew()
 
     def _turn_off(self, reason: str) -> None:
         self._is_off = True
@@ -175,11 +196,18 @@ class DecodeGraphs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """A captured step, and where it reads its numbers."""
+    """A captured step, and all that it reads beside weights and KV: a graph keeps nothing alive.
+
+    Attributes:
+        inputs, plan: hold the numbers of a step.
+        tokens: the same in every step.
+        replay: computes.
+    """
 
     inputs: torch.Tensor
     plan: Any
-    graph: Graph
+    tokens: torch.Tensor
+    replay: Callable[[], None]
 
     def take(self, batch: Batch) -> None:
         """Put another step of the same shape in the place of this one."""
@@ -230,6 +258,10 @@ def find_waits(forward: Callable[[], Any]) -> set[str]:
     return watch.found
 
 
+class _NoGraph(Exception):
+    pass
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -237,14 +269,21 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        result = func(*args, **(kwargs or {}))
-        indices = args[1] if name.startswith("index") and len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        tensors = [value for value in tree_leaves((args, kwargs, result)) if isinstance(value, torch.Tensor)]
+        indices = tree_leaves(args[1]) if name.startswith("index") and len(args) > 1 else ()
         if (
             name in _WAITS
             # A mask as an index is turned into numbers first.
             or any(isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in indices)
+            # Without these it looks at the numbers for them.
             or (name == "where" and len(args) == 1)
-            or (name in ("to", "_to_copy") and result.device != args[0].device)
+            or (name == "one_hot" and "num_classes" not in kwargs and len(args) == 1)
+            or (name == "histc" and "max" not in kwargs and len(args) < 4)
+            or (func._overloadname in ("self_Tensor", "Tensor") and name == "repeat_interleave" and not kwargs)
+            # From one device to another. A number on the host may go along with a launch.
+            or len({tensor.device for tensor in tensors if tensor.dim()}) > 1
         ):
             self.found.add(name)
         return result

@@ -63,7 +63,8 @@ class TransformersRunner(ModelRunner):
         attention: a backend, or its name: ``"xformers"``, ``"varlen"`` or ``"reference"``. Default: on CUDA devices the
             first of these that computes the model's layers right, by trial, else the reference.
         cuda_graphs: compute decode steps by CUDA graphs (`batchkit.hf.graphs`). What cannot be captured is computed
-            without, and a warning says why. A model's forward hooks run when a graph is captured, and not with it.
+            without, and a warning says why. A model's forward hooks run when a graph is captured, and not with it; and
+            weights may change in place, but new memory of theirs is not found before `weights_changed`.
         tokenizer: for structured outputs, which need an `HFTokenizer`; other requests never need one here.
 
     Raises:

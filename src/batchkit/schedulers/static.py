@@ -49,7 +49,6 @@ class StaticScheduler(Scheduler):
             raise ValueError(f"pad_to={pad_to} keeps finished sequences, drop_finished=True lets them go")
         self.drop_finished = drop_finished
         self.pad_to = pad_to
-        self._min_decodes = 0 if pad_to is None else pad_to - 1  # the first token came with the prefill
         self._open = True  # whether sequences may still join the batch
         self._num_decodes = 0
 
@@ -57,7 +56,7 @@ class StaticScheduler(Scheduler):
     def may_leave(self, seq: Sequence) -> bool:
         if self.drop_finished:
             return True
-        if self._num_decodes < self._min_decodes:
+        if self.pad_to is not None and self._num_decodes < self.pad_to - 1:  # the first token came with the prefill
             return False
         return not self._open and self.num_held == len(self.running)
 
