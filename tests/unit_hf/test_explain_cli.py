@@ -130,6 +130,8 @@ def test_interrupted(folder, tmp_path, capsys, monkeypatch) -> None:
         (["--static-batch", "9"], "a100-40", 1, "static_batch must be between 1 and max_num_seqs (8), got 9"),
         (["--chunk-tokens", "7"], "a100-40", 1, "chunk_tokens must be at least max_num_seqs (8), got 7"),
         (["--requests", "none.jsonl"], "a100-40", 1, "none.jsonl"),
+        (["--attention", "reference"], "a100-40", 1, "--attention is for a model that is measured"),
+        (["--attention", "varlen"], "cpu", 1, "varlen: it needs a CUDA device"),
         (["--requests", "none.jsonl", "--n", "3"], "a100-40", 1, "--n does not go with --requests"),
         (["--max-model-len", "50000"], "a100-40", 1, "a sequence may have 50,000 tokens, and the model takes"),
     ],

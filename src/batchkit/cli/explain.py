@@ -23,7 +23,7 @@ from .bench_loads import kv_tokens, longest_declared, variance_workload
 from .bench_options import CALIBRATION, LENGTHS, add_lengths, add_memory, seed_number, several
 from .bench_report import Bar, check_outputs, settings, write_json
 from .faults import NotDone, one_line, say, with_place
-from .options import DONE, DTYPES, INTERRUPTED, said, whole_number
+from .options import DONE, DTYPES, INTERRUPTED, add_attention, said, whole_number
 
 __all__ = ["add_explain"]
 
@@ -50,6 +50,7 @@ def add_explain(commands: argparse._SubParsersAction[Any]) -> None:
         "if there is one",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="of weights and KV; default: the model's own")
+    add_attention(parser)
 
     load = parser.add_argument_group("workload, all of it at the start")
     add_lengths(load).add_argument(
@@ -112,6 +113,8 @@ def _declared(text: str) -> int | str:
 
 def _explain(args: argparse.Namespace) -> int:
     args.is_simulated = args.device in DEVICES or args.calibration is not None
+    if args.is_simulated and args.attention is not None:
+        raise NotDone("--attention is for a model that is measured, and this is simulated")
     for name, value in LENGTHS.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
