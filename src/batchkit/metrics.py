@@ -222,7 +222,9 @@ class StepRecorder:
             self._peak = num_rows
         block_size = self._block_size
         held = report.num_used_blocks * block_size
-        reserved = self._reserved_slots(report, working)
+        reserved = 0
+        if working or report.num_running + report.num_finished > num_rows:  # else all are idle, and fill nothing more
+            reserved = self._reserved_slots(report, working)
         self._used += seconds * kv_tokens
         self._reserved += seconds * min(reserved, held - kv_tokens)
         self._held += seconds * held

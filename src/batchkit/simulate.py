@@ -244,8 +244,11 @@ class TrueLengths(ModelRunner):
     @override
     def execute(self, out: SchedulerOutput) -> SamplerOutput:
         got = self._runner.execute(out)
-        if not any(result.token_ids for result in got.rows):
-            return got
+        for result in got.rows:
+            if result.token_ids:
+                break
+        else:
+            return got  # nobody has sampled, as in most steps of a batch that is padded to its end
         rows = tuple(
             [
                 self._end(row, result) if result.token_ids else result
