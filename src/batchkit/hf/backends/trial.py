@@ -36,8 +36,8 @@ _ROUNDING = 2.0
 the dtype's epsilon.
 
 Weights and results are rounded to the dtype, by half an epsilon at most, and the errors of a head's numbers do not add
-up: two right ways of computing these steps are closer than this. One key too few at the end of a row, as wrong as little
-can be, makes more, and so does a window or a causal mask that is off by one.
+up: two right ways of computing these steps are closer than this. One key too few at the end of a row, as wrong as
+little can be, makes more, and so does a window or a causal mask that is off by one.
 """
 _ROUNDING_AT_LEAST = 1e-3
 """What is allowed in float32 and float64: products may be computed in less."""
