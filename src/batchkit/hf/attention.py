@@ -189,18 +189,9 @@ class StepContext(AttentionContext):
         slots = self._slots.get(key.device)
         if slots is None:
             slots = self._slots[key.device] = next(iter(self._slots.values())).to(key.device)
-        kv.key.index_copy_(1, slots, key[0])
-        kv.value.index_copy_(1, slots, value[0])
-        out = self._backend.attend(
-            layer,
-            kv,
-            self._plan,
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            scaling=scaling,
-            sinks=sinks,
-        )
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        self._backend.write(kv, slots, k, v)
+        out = self._backend.attend(layer, kv, self._plan, q, k, v, scaling=scaling, sinks=sinks)
         return out.contiguous()[None]  # some models view it
 
 

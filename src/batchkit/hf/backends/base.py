@@ -156,6 +156,18 @@ class AttentionBackend(Protocol):
         """What all layers of one step share. Called once per step; handed back to each `attend`."""
         ...
 
+    def write(self, kv: LayerKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put a step's K and V of one layer into its pool.
+
+        Args:
+            kv: the layer's pool.
+            slots: [T], int64, where each token's go.
+            key: [T, num_kv_heads, key_dim].
+            value: [T, num_kv_heads, value_dim].
+        """
+        kv.key.index_copy_(1, slots, key.transpose(0, 1))
+        kv.value.index_copy_(1, slots, value.transpose(0, 1))
+
     def attend(
         self,
         layer: LayerSpec,
