@@ -304,6 +304,7 @@ class Engine:
             swap_memory=swap_memory,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs or scheduler.default_max_num_seqs,
+            max_tokens_per_step=max_tokens_per_step or scheduler.default_max_tokens_per_step,
             attention=attention,
             cuda_graphs=cuda_graphs,
             tokenizer=tokenizer,

@@ -12,7 +12,7 @@ import torch
 
 import batchkit.hf.backends.xformers as backend
 from batchkit.errors import UnsupportedModel
-from batchkit.hf.backends import choose_backend
+from batchkit.hf.backends import choose_backend, kv_write, kv_write_kernel
 from batchkit.hf.backends.reference import ReferenceBackend
 from batchkit.hf.backends.trial import faults
 from interpreted.rig import BLOCK, CPU, OnCPU, case, layer
@@ -45,6 +45,34 @@ def test_fresh_prompts_alone_read_nothing_from_the_pool() -> None:
     step.kv.key.fill_(float("nan"))
     step.kv.value.fill_(float("nan"))
     torch.testing.assert_close(step.run(OnCPU()), step.run(ReferenceBackend()), atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("width", "value_width"), [(64, 64), (128, 128), (80, 80), (24, 16)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_one_kernel_writes_keys_and_values(width, value_width, dtype) -> None:
+    assert kv_write._writer(CPU) is kv_write_kernel.write
+    spec = replace(layer(3, 2), key_dim=width, value_dim=value_width, dtype=dtype)
+    step = case(spec, [(0, 7), (66, 1), (61, 9), (3, 1)], scattered=True)
+    assert step.is_written_by(OnCPU())
+    # As one projection of query, key and value hands them over.
+    fused = torch.randn(len(step.batch.slots), 3, 2 * width + value_width).to(dtype)
+    key, value = fused[..., width : 2 * width], fused[..., 2 * width :]
+    slots = torch.from_numpy(step.batch.slots)
+    OnCPU().write(step.kv, slots, key, value)
+    assert torch.equal(step.kv.key[:, slots], key.transpose(0, 1))
+    assert torch.equal(step.kv.value[:, slots], value.transpose(0, 1))
+
+
+def test_a_kernel_that_does_not_work_is_not_used(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(kv_write, "_writer", kv_write._writer.__wrapped__)
+
+    def half(kv, slots, key, value) -> None:
+        kv.key[:, slots] = key.transpose(0, 1)
+
+    monkeypatch.setattr(kv_write_kernel, "write", half)
+    step = case(layer(), [(0, 7), (66, 1)], scattered=True)
+    assert step.is_written_by(OnCPU())
+    assert "K and V are written by two kernels a layer on cpu" in caplog.text and "something else" in caplog.text
 
 
 def test_the_kernel_for_gaps_is_wrong_for_several_queries_and_never_gets_them() -> None:

@@ -16,7 +16,7 @@ from ..sizes import parse_bytes
 from .backends.base import LayerKV
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from ..types import BlockCopy
     from .backends.base import LayerSpec
@@ -79,6 +79,7 @@ def num_blocks_for(
     kv_memory: int | str | None,
     num_kv_blocks: int | None,
     max_blocks: int,
+    taken: Mapping[torch.device, int] | None = None,
 ) -> int:
     """How many KV blocks to have.
 
@@ -89,6 +90,7 @@ def num_blocks_for(
         num_kv_blocks: the number itself.
         max_blocks: as many as can ever be used. Bounds the default, which is half of the memory that is free on every
             device involved; a number or size that the caller gave is taken as it is.
+        taken: bytes of what is free that steps take for themselves, by device; for the default.
 
     Raises:
         ValueError: both given, or a number below 1.
@@ -118,12 +120,15 @@ def num_blocks_for(
         free = free_memory(device)
         if free is None:
             continue
-        if free // 2 < size:
+        steps = (taken or {}).get(device, 0)
+        room = max(0, free - steps) // 2
+        if room < size:
+            besides = f"{steps:,} bytes are taken by the largest step; " if steps else ""
             raise OutOfKVMemory(
-                f"{free:,} bytes are free on {device}; half of it is less than one KV block of {block_size} tokens, "
-                f"{size:,} bytes"
+                f"{free:,} bytes are free on {device}; {besides}half of what is left is less than one KV block of "
+                f"{block_size} tokens, {size:,} bytes"
             )
-        count = min(count, free // 2 // size)
+        count = min(count, room // size)
     return count
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from ..errors import EngineClosed, RunnerOutOfMemory
 from ..runner import ModelRunner
 from ..sizes import parse_bytes
 from ..types import KVGeometry, RowResult, SamplerOutput
+from . import profiling
 from .attention import StepContext, bind
 from .backends import block_size_for, choose_backend
 from .backends.base import to_device
@@ -24,15 +28,17 @@ from .sampler import Sampler
 from .scoring import passes, score, scored_positions
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from transformers import PreTrainedModel
 
     from ..text import Tokenizer
     from ..types import BlockCopy, Request, ScheduledSequence, SchedulerOutput
     from .attention import BoundModel
-    from .backends.base import AttentionBackend
+    from .backends.base import AttentionBackend, LayerSpec
     from .batch import Batch, IntArray
+
+logger = logging.getLogger("batchkit")
 
 __all__ = ["TransformersRunner", "eos_token_ids", "model_len"]
 
@@ -52,6 +58,7 @@ class TransformersRunner(ModelRunner):
         model: a model of transformers.
         kv_memory: KV memory on the device, in bytes or as text such as ``"2GiB"``. Default: the smaller of half the
             memory that is free and what `max_num_seqs` sequences of full length can use. It is not touched before use.
+            On CUDA devices the largest steps are run first, and what they take is not counted as free.
         num_kv_blocks: the number of KV blocks, instead of `kv_memory`.
         block_size: tokens per KV block; by default what suits the backend, 16 for the reference. One that is given
             rules out backends that cannot have it.
@@ -59,6 +66,8 @@ class TransformersRunner(ModelRunner):
             (`model_len`).
         max_num_seqs: sequences that are expected to run at once; only the default of `kv_memory` depends on it, and
             which steps are captured.
+        max_tokens_per_step: tokens that are expected in the largest step, which only the default of `kv_memory` depends
+            on.
         swap_memory: KV memory on the host for swapping, in bytes or as text. Default: none.
         attention: a backend, or its name: ``"xformers"``, ``"varlen"`` or ``"reference"``. Default: on CUDA devices the
             first of these that computes the model's layers right, by trial, else the reference.
@@ -83,13 +92,18 @@ class TransformersRunner(ModelRunner):
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
         swap_memory: int | str | None = None,
+        max_tokens_per_step: int = 2048,
         attention: AttentionBackend | str | None = None,
         cuda_graphs: bool = False,
         tokenizer: Tokenizer | None = None,
     ) -> None:
         if not isinstance(cuda_graphs, bool):
             raise TypeError(f"cuda_graphs must be True or False, got {cuda_graphs!r}")
-        for name, value in (("block_size", 1 if block_size is None else block_size), ("max_num_seqs", max_num_seqs)):
+        for name, value in (
+            ("block_size", 1 if block_size is None else block_size),
+            ("max_num_seqs", max_num_seqs),
+            ("max_tokens_per_step", max_tokens_per_step),
+        ):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < 1:
@@ -99,40 +113,80 @@ class TransformersRunner(ModelRunner):
         length = model_len(bound.model.config, max_model_len)
         backend = choose_backend(attention, layers, type(model).__name__, block_size=block_size)
         size = block_size_for(backend, block_size)
-        num_blocks = num_blocks_for(
-            layers,
-            block_size=size,
-            kv_memory=kv_memory,
-            num_kv_blocks=num_kv_blocks,
-            max_blocks=max_num_seqs * -(-length // size),
-        )
-        each = sum(block_bytes(layers, size).values())
-        host_blocks = 0 if swap_memory is None else parse_bytes("swap_memory", swap_memory) // each
         embeddings = bound.model.get_input_embeddings()
         devices = {layer.device for layer in layers} | {embeddings.weight.device}
         if cuda_graphs and (len(devices) > 1 or next(iter(devices)).type not in DEVICES):
             found = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"cuda_graphs needs the whole model on one CUDA device, and it is on {found}")
-        self._pool: KVPool | None = KVPool(
-            layers, num_blocks=num_blocks, block_size=size, host_blocks=host_blocks, has_spare=cuda_graphs
-        )
+        self._pool: KVPool | None = None
         self._bound: BoundModel | None = bound
         self._backend: AttentionBackend | None = backend
         self._device: torch.device = embeddings.weight.device
         self._builder = BatchBuilder(size)
-        self._geometry = KVGeometry(
-            num_blocks=num_blocks,
-            block_size=size,
-            host_blocks=host_blocks,
-            max_model_len=length,
-            vocab_size=min(bound.num_logits, embeddings.weight.shape[0]),
-            eos_token_ids=eos_token_ids(bound.model),
-        )
-        self._grammars = Grammars(tokenizer, self._geometry.eos_token_ids, bound.num_logits)
+        eos = eos_token_ids(bound.model)
+        self._grammars = Grammars(tokenizer, eos, bound.num_logits)
         self._sampler = Sampler(self._grammars)
         self._graphs: DecodeGraphs | None = None
+
+        sized = partial(num_blocks_for, layers, block_size=size, kv_memory=kv_memory, num_kv_blocks=num_kv_blocks)
+        geometry = partial(
+            KVGeometry,
+            block_size=size,
+            max_model_len=length,
+            vocab_size=min(bound.num_logits, embeddings.weight.shape[0]),
+            eos_token_ids=eos,
+        )
+        per_sequence = -(-length // size)
+        taken: Mapping[torch.device, int] = {}
+        if kv_memory is None and num_kv_blocks is None and all(device.type in profiling.DEVICES for device in devices):
+            # Into the pool of one sequence, which all rows share.
+            self._hold(layers, geometry(num_blocks=sized(max_blocks=per_sequence)))
+            taken = self._taken_by_steps(
+                max_tokens=max(max_tokens_per_step, max_num_seqs), max_rows=max_num_seqs, has_graphs=cuda_graphs
+            )
+            self._pool = None
+            torch.cuda.empty_cache()  # what it held is free, and torch would keep it
+        each = sum(block_bytes(layers, size).values())
+        host_blocks = 0 if swap_memory is None else parse_bytes("swap_memory", swap_memory) // each
+        num_blocks = sized(max_blocks=max_num_seqs * per_sequence, taken=taken)
+        self._hold(layers, geometry(num_blocks=num_blocks, host_blocks=host_blocks), has_spare=cuda_graphs)
         if cuda_graphs:
             self._graphs = DecodeGraphs(self._run, backend, self._device, spare_block=num_blocks, max_rows=max_num_seqs)
+
+    def _hold(self, layers: Sequence[LayerSpec], geometry: KVGeometry, *, has_spare: bool = False) -> None:
+        self._geometry = geometry
+        self._pool = KVPool(
+            layers,
+            num_blocks=geometry.num_blocks,
+            block_size=geometry.block_size,
+            host_blocks=geometry.host_blocks,
+            has_spare=has_spare,
+        )
+
+    def _taken_by_steps(self, *, max_tokens: int, max_rows: int, has_graphs: bool) -> dict[torch.device, int]:
+        """Bytes that the largest steps take on each device of the model; empty if they do not fit."""
+        assert self._bound is not None and self._pool is not None
+        self._pool.fill(0.0)  # a row whose logits are not finite is not sampled
+        g = self._geometry
+        devices = {layer.device for layer in self._bound.layers.values()} | {self._device}
+        taken = dict.fromkeys(devices, 0)
+        steps = profiling.largest_steps(
+            max_tokens=max_tokens,
+            max_rows=max_rows,
+            max_len=min(g.max_model_len, g.num_blocks * g.block_size),
+            block_size=g.block_size,
+        )
+        for what, step in steps:
+            try:
+                peaks = profiling.peak_bytes(partial(self.execute, step), devices)
+            except RunnerOutOfMemory as error:
+                logger.warning("the largest step, %s, does not fit beside the KV of one sequence: %s", what, error)
+                return {}
+            taken = {device: max(taken[device], peak) for device, peak in peaks.items()}
+        if has_graphs:  # decoding comes last, and graphs have memory of their own
+            taken = {device: size + peaks[device] for device, size in taken.items()}
+        self.drop_caches()
+        return taken
 
     @property
     @override

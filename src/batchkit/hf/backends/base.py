@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..batch import Batch
 
-__all__ = ["AttentionBackend", "LayerKV", "LayerSpec", "StepGroups", "overwrite", "power_of_two", "to_device"]
+__all__ = ["AttentionBackend", "LayerKV", "LayerSpec", "StepGroups", "overwrite", "power_of_two", "to_device", "write_plainly"]
 
 G = TypeVar("G")
 
@@ -100,6 +100,12 @@ class LayerKV:
     zero_block: int
 
 
+def write_plainly(kv: LayerKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+    """As `AttentionBackend.write`, on any device."""
+    kv.key.index_copy_(1, slots, key.transpose(0, 1))
+    kv.value.index_copy_(1, slots, value.transpose(0, 1))
+
+
 class StepGroups(Generic[G]):
     """A plan that puts the rows of a step into groups, when the first layer with a given window and device asks.
 
@@ -165,8 +171,7 @@ class AttentionBackend(Protocol):
             key: [T, num_kv_heads, key_dim].
             value: [T, num_kv_heads, value_dim].
         """
-        kv.key.index_copy_(1, slots, key.transpose(0, 1))
-        kv.value.index_copy_(1, slots, value.transpose(0, 1))
+        write_plainly(kv, slots, key, value)
 
     def attend(
         self,

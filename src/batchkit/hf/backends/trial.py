@@ -1,7 +1,7 @@
 """Whether a backend computes layers right on their device, found out by trying it before it is used.
 
 For each kind of layer a few small steps go through the backend and through the reference backend, over one pool whose
-unwritten slots are NaN. So a backend that is used has just shown itself right where it is used: with these kernels and
+unwritten slots are NaN, and are then written to it by the backend. So a backend that is used has just shown itself right where it is used: with these kernels and
 this driver, on this device, for these heads. What shows only there, such as a library that does not load, is found the
 same way.
 """
@@ -66,6 +66,18 @@ class TrialStep:
     key: torch.Tensor
     value: torch.Tensor
     sinks: torch.Tensor | None
+
+    def is_written_by(self, backend: AttentionBackend) -> bool:
+        """Whether it puts the step's K and V where they are, and touches nothing else."""
+        slots = torch.from_numpy(self.batch.slots).to(self.layer.device)
+        pools = (self.kv.key, self.kv.value)
+        wanted = [pool.clone() for pool in pools]
+        for pool in pools:
+            pool[:, slots] = math.nan
+        backend.write(self.kv, slots, self.key, self.value)
+        return all(
+            bool(((got == want) | (got.isnan() & want.isnan())).all()) for got, want in zip(pools, wanted, strict=True)
+        )
 
     def run(self, backend: AttentionBackend, scaling: float | None = None) -> torch.Tensor:
         """[T, num_heads, value_dim]."""
@@ -213,6 +225,8 @@ def _faults_of(backend: AttentionBackend, kind: LayerSpec, block_size: int) -> l
                 f"it is wrong, {_where(kind)}: {what} is off by {off:.2g} of a result's length, and rounding explains "
                 f"{allowed:.2g}"
             )
+        if not step.is_written_by(backend):
+            found.append(f"it writes keys or values wrong, {_where(kind)}: {what}")
     return found
 
 

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
+from . import kv_write
 from .base import AttentionBackend, StepGroups, power_of_two, to_device
 from .requirements import unmet
 
@@ -110,6 +111,10 @@ class XformersBackend(AttentionBackend):
     @override
     def drop_caches(self) -> None:
         pass
+
+    @override
+    def write(self, kv: LayerKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        kv_write.write(kv, slots, key, value)
 
     @override
     def attend(
