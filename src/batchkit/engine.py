@@ -261,8 +261,9 @@ class Engine:
             tokenizer: its transformers tokenizer, or any `batchkit.text.Tokenizer`.
             scheduler: the policy's class.
             allocator: the allocator's class.
-            kv_memory: the KV cache's size in bytes, or like "2GiB". Default: half of the memory that is free, but no
-                more than `max_num_seqs` sequences of full length can use.
+            kv_memory: the KV cache's size in bytes, or like "2GiB". Default: half of the memory that is free, on CUDA
+                half of what the largest steps leave of it, but no more than `max_num_seqs` sequences of full length can
+                use.
             num_kv_blocks: the KV cache's size in blocks, instead.
             block_size: tokens per block. Default: the attention backend's choice.
             swap_memory: host memory for preempted sequences, in bytes or like "1GiB". Default: none, they are

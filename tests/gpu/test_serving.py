@@ -13,6 +13,10 @@ import pytest
 import torch
 from typing_extensions import override
 
+import batchkit.hf.kv_pool as kv_pool
+from batchkit.hf.backends import kv_write
+from batchkit.hf.backends.base import write_plainly
+from batchkit.hf.profiling import largest_steps, peak_bytes
 from batchkit.hf.runner import TransformersRunner
 from gpu.rig import BACKENDS, backend, check_close, model_of, prompts_of, serve
 
@@ -83,6 +87,11 @@ def test_close_gives_the_memory_back(cuda: torch.device, attention: str, graphs:
     assert taken() == before
 
 
+def test_one_kernel_writes_keys_and_values(cuda: torch.device) -> None:
+    pytest.importorskip("triton")
+    assert kv_write._writer(cuda) is not write_plainly
+
+
 # --- too little memory ------------------------------------------------------------------------------------------------
 
 WORK = prompts_of(500, 7)
@@ -102,12 +111,12 @@ class Stingy(TransformersRunner):
 
 
 @contextlib.contextmanager
-def little_memory(device: torch.device) -> Iterator[None]:
-    """This process may have `FREE` bytes more than it has."""
+def little_memory(device: torch.device, free: int = FREE) -> Iterator[None]:
+    """This process may have so many bytes more than it has."""
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + FREE) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + free) / total)
     try:
         yield
     finally:
@@ -131,3 +140,35 @@ def test_a_step_out_of_memory_is_planned_again_with_half_the_tokens(
     assert got.tokens == want.tokens
     for some, others in zip(got.logits, want.logits, strict=True):
         torch.testing.assert_close(some, others, atol=1e-3, rtol=0)
+
+
+def test_peaks_are_what_torch_takes_from_the_device(cuda: torch.device) -> None:
+    before = torch.cuda.memory_allocated(cuda)
+    peaks = peak_bytes(lambda: torch.empty(200 << 20, dtype=torch.uint8, device=cuda), [cuda])
+    assert 200 << 20 <= peaks[cuda] < 210 << 20
+    assert torch.cuda.memory_allocated(cuda) == before
+    assert peak_bytes(lambda: None, [cuda]) == {cuda: 0}
+
+
+def test_the_largest_steps_fit_beside_a_cache_of_the_default_size(
+    cuda: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_of("llama", DTYPE, intermediate_size=1 << 13)  # a token takes 16 KiB, several times over
+    limits = {"max_num_seqs": 256, "max_tokens_per_step": 8192}
+    roomy = TransformersRunner(model, **limits)
+    cap = roomy.geometry.num_blocks
+    block = roomy.geometry.block_size
+    size = sum(kv_pool.block_bytes(list(roomy._bound.layers.values()), block).values())
+    steps = [step for _, step in largest_steps(max_tokens=8192, max_rows=256, max_len=1024, block_size=block)]
+    roomy._pool.fill(0.0)
+    most = max(peak_bytes(lambda step=step: roomy.execute(step), [cuda])[cuda] for step in steps)
+    roomy.close()
+    free = most + cap * size * 3 // 4  # not enough for all that 256 sequences can use
+    monkeypatch.setattr(kv_pool, "free_memory", lambda device: free)
+    with little_memory(cuda, free):
+        runner = TransformersRunner(model, **limits)
+        assert 0 < runner.geometry.num_blocks < cap // 2
+        runner._pool.fill(0.0)
+        for step in steps:
+            assert all(row.error is None for row in runner.execute(step).rows)
+        runner.close()

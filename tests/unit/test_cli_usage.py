@@ -172,7 +172,7 @@ def test_options_reach_the_engine(own_modules, monkeypatch):
     words = (
         "--dtype float32 --device cpu --kv-memory 2GiB --block-size 32 --swap-memory 1GiB "
         "--prefix-caching --max-model-len 512 --max-num-seqs 8 "
-        "--max-tokens-per-step 64 --attention varlen --scheduler waiting-served,max_waiting_steps=3"
+        "--max-tokens-per-step 64 --attention varlen --cuda-graphs --scheduler waiting-served,max_waiting_steps=3"
     )
     assert engine_options(monkeypatch, *words.split()) == {
         "name": "toy",
@@ -187,6 +187,7 @@ def test_options_reach_the_engine(own_modules, monkeypatch):
         "max_num_seqs": 8,
         "max_tokens_per_step": 64,
         "attention": "varlen",
+        "cuda_graphs": True,
         "scheduler": cli.SCHEDULERS["waiting-served"],
         "max_waiting_steps": 3,
     }

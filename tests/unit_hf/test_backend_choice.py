@@ -179,6 +179,19 @@ class GivesNaN(Own):
         return out
 
 
+class WritesAlong(Own):
+    """Into the slot behind the last one as well."""
+
+    def write(self, kv, slots, key, value):
+        more = torch.cat([slots, slots[-1:] + 1])
+        super().write(kv, more, torch.cat([key, key[-1:]]), torch.cat([value, value[-1:]]))
+
+
+class WritesKeysAlone(Own):
+    def write(self, kv, slots, key, value):
+        kv.key[:, slots] = key.transpose(0, 1)
+
+
 class TestTrial:
     @pytest.mark.parametrize("backend", [Own, InFloat32])
     @pytest.mark.parametrize("kind", LAYERS)
@@ -215,6 +228,15 @@ class TestTrial:
             UnsupportedModel, match=r"attention backend own: it is wrong, on cpu in bfloat16 with .* is off"
         ):
             choose_backend(backend(), [LAYERS[kind]], "Any", block_size=size)
+
+    @pytest.mark.parametrize("backend", [WritesAlong, WritesKeysAlone])
+    def test_what_writes_wrong_does_not(self, backend: type[Own]) -> None:
+        (*_, last) = found = faults(backend(), [PLAIN], SIZE)
+        assert len(found) == 4
+        assert last == (
+            "it writes keys or values wrong, on cpu in bfloat16 with 4 heads of 32 over 2 KV heads: "
+            "prompts, chunks and decoding together"
+        )
 
     def test_the_smallest_fault_shows_in_every_step(self) -> None:
         """One key of 131, and one head to show it."""

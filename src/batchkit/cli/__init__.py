@@ -100,5 +100,6 @@ def make_engine(args: argparse.Namespace) -> Engine:
         max_num_seqs=args.max_num_seqs,
         max_tokens_per_step=args.max_tokens_per_step,
         attention=args.attention,
+        cuda_graphs=args.cuda_graphs,
         **args.scheduler.arguments,
     )

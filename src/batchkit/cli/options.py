@@ -195,6 +195,7 @@ def _add_generate(generate: argparse.ArgumentParser) -> None:
     model.add_argument("--dtype", choices=DTYPES, default="auto", help="default: auto, the one it is stored in")
     model.add_argument("--device", help="such as cpu or cuda:0; default: the accelerator, if there is one")
     add_attention(model)
+    model.add_argument("--cuda-graphs", action="store_true", help="decode by CUDA graphs, where the model allows it")
     model.add_argument(
         "--max-model-len", metavar="N", type=whole_number, help="most tokens of prompt and output together"
     )

@@ -89,7 +89,7 @@ def num_blocks_for(
         kv_memory: bytes for all devices together, or text as `parse_bytes` takes it.
         num_kv_blocks: the number itself.
         max_blocks: as many as can ever be used. Bounds the default, which is half of the memory that is free on every
-            device involved; a number or size that the caller gave is taken as it is.
+            device involved, less what steps take; a number or size that the caller gave is taken as it is.
         taken: bytes of what is free that steps take for themselves, by device; for the default.
 
     Raises:

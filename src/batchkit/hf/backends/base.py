@@ -16,7 +16,16 @@ if TYPE_CHECKING:
 
     from ..batch import Batch
 
-__all__ = ["AttentionBackend", "LayerKV", "LayerSpec", "StepGroups", "overwrite", "power_of_two", "to_device", "write_plainly"]
+__all__ = [
+    "AttentionBackend",
+    "LayerKV",
+    "LayerSpec",
+    "StepGroups",
+    "overwrite",
+    "power_of_two",
+    "to_device",
+    "write_plainly",
+]
 
 G = TypeVar("G")
 

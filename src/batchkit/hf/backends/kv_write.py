@@ -34,7 +34,9 @@ def _writer(device: torch.device) -> Callable[[LayerKV, torch.Tensor, torch.Tens
         return write_plainly
     except Exception as error:  # triton, and the compilers that it calls, raise whatever they like
         message = " ".join(str(error).split())
-        logger.warning("K and V are written by two kernels a layer on %s: %s: %s", device, type(error).__name__, message)
+        logger.warning(
+            "K and V are written by two kernels a layer on %s: %s: %s", device, type(error).__name__, message
+        )
         return write_plainly
     return write_at_once
 

@@ -1,9 +1,9 @@
 """Whether a backend computes layers right on their device, found out by trying it before it is used.
 
 For each kind of layer a few small steps go through the backend and through the reference backend, over one pool whose
-unwritten slots are NaN, and are then written to it by the backend. So a backend that is used has just shown itself right where it is used: with these kernels and
-this driver, on this device, for these heads. What shows only there, such as a library that does not load, is found the
-same way.
+unwritten slots are NaN, and are written to it by the backend. So a backend that is used has just shown itself right
+where it is used: with these kernels and this driver, on this device, for these heads. What shows only there, such as a
+library that does not load, is found the same way.
 """
 
 from __future__ import annotations
