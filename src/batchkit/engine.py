@@ -247,6 +247,7 @@ class Engine:
         max_tokens_per_step: int | None = None,
         attention: Any = None,
         cuda_graphs: bool = False,
+        optimize: bool = True,
         clock: Clock | None = None,
         on_step: Callable[[StepReport], None] | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -275,6 +276,7 @@ class Engine:
             max_tokens_per_step: see `Scheduler`.
             attention: a backend, or its name; see `batchkit.hf.runner.TransformersRunner`.
             cuda_graphs: see `batchkit.hf.runner.TransformersRunner`.
+            optimize: see `batchkit.hf.runner.TransformersRunner`.
             clock: see `Engine`.
             on_step: see `Engine`.
             trace: see `Engine`.
@@ -308,6 +310,7 @@ class Engine:
             max_tokens_per_step=max_tokens_per_step or scheduler.default_max_tokens_per_step,
             attention=attention,
             cuda_graphs=cuda_graphs,
+            optimize=optimize,
             tokenizer=tokenizer,
         )
         try:

@@ -153,7 +153,9 @@ def test_peaks_are_what_torch_takes_from_the_device(cuda: torch.device) -> None:
 def test_the_largest_steps_fit_beside_a_cache_of_the_default_size(
     cuda: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = model_of("llama", DTYPE, intermediate_size=1 << 13)  # a token takes 16 KiB, several times over
+    model = model_of(
+        "llama", DTYPE, intermediate_size=1 << 13, num_hidden_layers=8
+    )  # a token takes 16 KiB, several times over
     limits = {"max_num_seqs": 256, "max_tokens_per_step": 8192}
     roomy = TransformersRunner(model, **limits)
     cap = roomy.geometry.num_blocks

@@ -17,7 +17,7 @@ import batchkit.hf.kv_pool as kv_pool
 import batchkit.hf.profiling as profiling
 import batchkit.hf.runner as module
 from batchkit import ChunkedPrefillScheduler, Engine, PagedScheduler, SamplingParams
-from batchkit.errors import OutOfKVMemory
+from batchkit.errors import RunnerOutOfMemory
 from batchkit.hf.profiling import largest_steps
 from batchkit.hf.runner import TransformersRunner
 from tiny_models import tiny
@@ -117,11 +117,26 @@ class TestDefaultSize:
         TransformersRunner(tiny(), max_num_seqs=4)
         assert max(longest for _, _, longest in meter.steps) == 3 * 16
 
-    def test_nothing_is_left(self, on_the_cpu) -> None:
-        on_the_cpu(EACH * 50, per_token=EACH // 2)
-        wanted = rf"{50 * EACH:,} bytes are free on cpu; {50 * EACH:,} bytes are taken by the largest step"
-        with pytest.raises(OutOfKVMemory, match=wanted):
-            TransformersRunner(tiny(), max_num_seqs=40, max_tokens_per_step=100)
+    @pytest.mark.parametrize("graphs", [False, True])
+    def test_it_holds_what_steps_have_just_run_beside(self, on_the_cpu, monkeypatch, graphs) -> None:
+        monkeypatch.setattr(module, "DEVICES", frozenset({"cpu"}))
+        monkeypatch.setattr(module, "DecodeGraphs", lambda *args, **kwargs: None)
+        on_the_cpu(EACH * 50, per_row=EACH * 42 // 40)
+        runner = TransformersRunner(tiny(), max_num_seqs=40, max_tokens_per_step=100, cuda_graphs=graphs)
+        assert runner.geometry.num_blocks == 8 and runner.geometry.max_model_len == 8 * 16
+
+    def test_a_step_that_does_not_fit_hides_no_other(self, on_the_cpu, monkeypatch) -> None:
+        meter = on_the_cpu(EACH * 50)
+
+        def peak_bytes(compute: Callable[[], Any], devices: Any) -> dict[torch.device, int]:
+            if len(meter.steps) == 2:
+                raise RunnerOutOfMemory("decoding")
+            compute()
+            return {CPU: EACH * 30}
+
+        monkeypatch.setattr(profiling, "peak_bytes", peak_bytes)
+        runner = TransformersRunner(tiny(), max_num_seqs=40, max_tokens_per_step=100)
+        assert runner.geometry.num_blocks == (50 - 30) // 2
 
     @pytest.mark.parametrize("size", [{"num_kv_blocks": 7}, {"kv_memory": EACH * 7}])
     def test_a_size_that_is_given_is_taken_as_it_is(self, on_the_cpu, size, caplog) -> None:

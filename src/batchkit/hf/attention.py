@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from .backends.base import AttentionBackend
+    from .fused import Fused
     from .kv_pool import KVPool
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "StepContext",
     "attention_forward",
     "bind",
+    "is_close",
     "probe_layers",
     "structural_clone",
 ]
@@ -261,12 +263,21 @@ class BoundModel:
         layers: the attention layers, in the order in which they run.
         num_logits: width of the logits.
         keeps_logits: whether the model computes the logits of chosen tokens only.
+        fused: which of its modules are computed by kernels of batchkit; None: not tried, or none.
     """
 
     model: PreTrainedModel
     layers: Mapping[nn.Module, LayerSpec]
     num_logits: int
     keeps_logits: bool
+    fused: Fused | None = None
+
+    def run_alone(self) -> torch.Tensor:
+        """Logits of two tokens each of which attends to itself alone, [1, 2, V]."""
+        tokens = list(_two_tokens(self.model.config.get_text_config(decoder=True)))
+        logits = _probe(self.model, tokens, _Recorder())
+        assert logits is not None  # as in `bind`
+        return logits
 
 
 def structural_clone(model: PreTrainedModel) -> PreTrainedModel:
@@ -448,9 +459,9 @@ def _is_swapped(logits: torch.Tensor, other: torch.Tensor, calls: Sequence[_Call
     # Token 0 of the plain pass is the last of the other one, which is also the one whose logits were kept.
     return (
         len(calls) == len(swapped)
-        and _is_close(logits[:, :1], other[:, -1:], 1e-3, 5e-2)
+        and is_close(logits[:, :1], other[:, -1:], 1e-3, 5e-2)
         and all(
-            _is_close(a, b.flip(2), 2e-5, 1e-2)
+            is_close(a, b.flip(2), 2e-5, 1e-2)
             for one, two in zip(calls, swapped, strict=True)
             for a, b in ((one.query, two.query), (one.key, two.key), (one.value, two.value))
             if a.dim() == b.dim() == 4
@@ -458,7 +469,7 @@ def _is_swapped(logits: torch.Tensor, other: torch.Tensor, calls: Sequence[_Call
     )
 
 
-def _is_close(a: torch.Tensor, b: torch.Tensor, single: float, half: float) -> bool:
+def is_close(a: torch.Tensor, b: torch.Tensor, single: float, half: float) -> bool:
     """Equal but for what the order of rows in a matrix product may change, as a part of the largest entry.
 
     The order of two rows hardly ever changes a bit; the logits of one row and of two may come from different kernels.

@@ -79,6 +79,7 @@ def num_blocks_for(
     kv_memory: int | str | None,
     num_kv_blocks: int | None,
     max_blocks: int,
+    min_blocks: int = 0,
     taken: Mapping[torch.device, int] | None = None,
 ) -> int:
     """How many KV blocks to have.
@@ -90,6 +91,7 @@ def num_blocks_for(
         num_kv_blocks: the number itself.
         max_blocks: as many as can ever be used. Bounds the default, which is half of the memory that is free on every
             device involved, less what steps take; a number or size that the caller gave is taken as it is.
+        min_blocks: the default is no less. They have just been there, beside what steps take.
         taken: bytes of what is free that steps take for themselves, by device; for the default.
 
     Raises:
@@ -121,12 +123,11 @@ def num_blocks_for(
         if free is None:
             continue
         steps = (taken or {}).get(device, 0)
-        room = max(0, free - steps) // 2
+        room = max((free - steps) // 2, min_blocks * size)
         if room < size:
-            besides = f"{steps:,} bytes are taken by the largest step; " if steps else ""
             raise OutOfKVMemory(
-                f"{free:,} bytes are free on {device}; {besides}half of what is left is less than one KV block of "
-                f"{block_size} tokens, {size:,} bytes"
+                f"{free:,} bytes are free on {device}; half of them is less than one KV block of {block_size} tokens, "
+                f"{size:,} bytes"
             )
         count = min(count, room // size)
     return count

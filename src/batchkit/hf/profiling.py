@@ -47,16 +47,21 @@ def largest_steps(
     share, more = divmod(max_tokens, rows)
     prompts = [(0, min(share + (index < more), max_len)) for index in range(rows)]
     chunk = min(max_tokens, max_len)
+    blocks = tuple(range(-(-max_len // block_size)))
     for what, spans in (
         ("prompts", prompts),
         ("the end of a long prompt", [(max_len - chunk, chunk)]),
         ("decoding", [(max_len - 1, 1)] * rows),
     ):
-        made = tuple(_row(index, start, count, block_size) for index, (start, count) in enumerate(spans))
+        # Rows at full length share one tuple, which may be long.
+        made = tuple(
+            _row(index, start, count, blocks[: -(-(start + count) // block_size)])
+            for index, (start, count) in enumerate(spans)
+        )
         yield what, SchedulerOutput(made, num_tokens=sum(count for _, count in spans))
 
 
-def _row(index: int, start: int, count: int, block_size: int) -> ScheduledSequence:
+def _row(index: int, start: int, count: int, blocks: tuple[int, ...]) -> ScheduledSequence:
     return ScheduledSequence(
         seq_id=index,
         row=0,
@@ -68,7 +73,7 @@ def _row(index: int, start: int, count: int, block_size: int) -> ScheduledSequen
         token_ids=(0,) * count,
         output_ids=(0,),
         num_output=1,
-        blocks=tuple(range(-(-(start + count) // block_size))),
+        blocks=blocks,
         samples=True,
         idle=False,
     )

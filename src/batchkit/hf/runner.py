@@ -19,7 +19,9 @@ from . import profiling
 from .attention import StepContext, bind
 from .backends import block_size_for, choose_backend
 from .backends.base import to_device
+from .backends.native import BuildError
 from .batch import BatchBuilder
+from .fused import optimized
 from .grammar import Grammars
 from .graphs import DEVICES, DecodeGraphs
 from .kv_pool import KVPool, block_bytes, num_blocks_for
@@ -73,6 +75,8 @@ class TransformersRunner(ModelRunner):
         cuda_graphs: compute decode steps by CUDA graphs (`batchkit.hf.graphs`). What cannot be captured is computed
             without, and a warning says why. A model's forward hooks run when a graph is captured, and not with it; and
             weights may change in place, but new memory of theirs is not found before `weights_changed`.
+        optimize: on CPUs, compute norms, gated activations and rotary positions by kernels of our own, where these give
+            the same (`batchkit.hf.fused`).
         tokenizer: for structured outputs, which need an `HFTokenizer`; other requests never need one here.
 
     Raises:
@@ -94,10 +98,12 @@ class TransformersRunner(ModelRunner):
         max_tokens_per_step: int = 2048,
         attention: AttentionBackend | str | None = None,
         cuda_graphs: bool = False,
+        optimize: bool = True,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        if not isinstance(cuda_graphs, bool):
-            raise TypeError(f"cuda_graphs must be True or False, got {cuda_graphs!r}")
+        for name, flag in (("cuda_graphs", cuda_graphs), ("optimize", optimize)):
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be True or False, got {flag!r}")
         for name, value in (
             ("block_size", 1 if block_size is None else block_size),
             ("max_num_seqs", max_num_seqs),
@@ -108,6 +114,8 @@ class TransformersRunner(ModelRunner):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         bound = bind(model)
+        if optimize and not cuda_graphs:
+            bound = _optimized(bound)
         layers = list(bound.layers.values())
         length = model_len(bound.model.config, max_model_len)
         backend = choose_backend(attention, layers, type(model).__name__, block_size=block_size)
@@ -137,17 +145,21 @@ class TransformersRunner(ModelRunner):
         )
         per_sequence = -(-length // size)
         taken: Mapping[torch.device, int] = {}
+        fits = 0
         if kv_memory is None and num_kv_blocks is None and all(device.type in profiling.DEVICES for device in devices):
+            torch.cuda.empty_cache()  # what torch keeps of loading the model is free as well
             # Into the pool of one sequence, which all rows share.
             self._hold(layers, geometry(num_blocks=sized(max_blocks=per_sequence)))
             taken = self._taken_by_steps(
                 max_tokens=max(max_tokens_per_step, max_num_seqs), max_rows=max_num_seqs, has_graphs=cuda_graphs
             )
+            fits = self._geometry.num_blocks
+            self.drop_caches()
             self._pool = None
             torch.cuda.empty_cache()  # what it held is free, and torch would keep it
         each = sum(block_bytes(layers, size).values())
         host_blocks = 0 if swap_memory is None else parse_bytes("swap_memory", swap_memory) // each
-        num_blocks = sized(max_blocks=max_num_seqs * per_sequence, taken=taken)
+        num_blocks = sized(max_blocks=max_num_seqs * per_sequence, min_blocks=fits, taken=taken)
         self._hold(layers, geometry(num_blocks=num_blocks, host_blocks=host_blocks), has_spare=cuda_graphs)
         if cuda_graphs:
             self._graphs = DecodeGraphs(self._run, backend, self._device, spare_block=num_blocks, max_rows=max_num_seqs)
@@ -163,7 +175,7 @@ class TransformersRunner(ModelRunner):
         )
 
     def _taken_by_steps(self, *, max_tokens: int, max_rows: int, has_graphs: bool) -> dict[torch.device, int]:
-        """Bytes that the largest steps take on each device of the model; empty if they do not fit."""
+        """Bytes that the largest steps take on each device of the model, those that do not fit apart."""
         assert self._bound is not None and self._pool is not None
         self._pool.fill(0.0)  # a row whose logits are not finite is not sampled
         g = self._geometry
@@ -180,11 +192,10 @@ class TransformersRunner(ModelRunner):
                 peaks = profiling.peak_bytes(partial(self.execute, step), devices)
             except RunnerOutOfMemory as error:
                 logger.warning("the largest step, %s, does not fit beside the KV of one sequence: %s", what, error)
-                return {}
-            taken = {device: max(taken[device], peak) for device, peak in peaks.items()}
+                peaks = {}
+            taken = {device: max(size, peaks.get(device, 0)) for device, size in taken.items()}
         if has_graphs:  # decoding comes last, and graphs have memory of their own
-            taken = {device: size + peaks[device] for device, size in taken.items()}
-        self.drop_caches()
+            taken = {device: size + peaks.get(device, 0) for device, size in taken.items()}
         return taken
 
     @property
@@ -203,9 +214,9 @@ class TransformersRunner(ModelRunner):
         except torch.OutOfMemoryError as error:
             message = str(error)
         except RuntimeError as error:
-            # What the allocators of other devices raise has no type of its own.
+            # What the allocators of other devices and of cuBLAS raise has no type of its own.
             message = str(error)
-            if not any(sign in message for sign in ("DefaultCPUAllocator", "out of memory")):
+            if not any(sign in message for sign in ("DefaultCPUAllocator", "out of memory", "ALLOC_FAILED")):
                 raise
         # Raised out here, because an exception keeps the frames of its context alive, and their tensors with them.
         raise RunnerOutOfMemory(f"{len(out.rows)} rows with {out.num_tokens} tokens are too many: {message}")
@@ -313,6 +324,17 @@ class TransformersRunner(ModelRunner):
     def close(self) -> None:
         self.drop_caches()
         self._bound = self._pool = self._backend = self._graphs = None
+
+
+def _optimized(bound: BoundModel) -> BoundModel:
+    """With fused layers, if all of the model is on a CPU that can have them."""
+    if any(tensor.device.type != "cpu" for tensor in bound.model.state_dict().values()):
+        return bound
+    try:
+        return optimized(bound)
+    except BuildError as error:
+        logger.debug("%s: no fused layers: %s", type(bound.model).__name__, error)
+        return bound
 
 
 def _joined(first: RowResult, second: RowResult) -> RowResult:

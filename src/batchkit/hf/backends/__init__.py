@@ -1,8 +1,8 @@
 """Attention over the KV pool: the protocol in `base`, one implementation per module beside it, and which one is used.
 
 A backend is used if it has nothing against the layers (`AttentionBackend.unsupported_reasons`) and has just computed
-them right (`trial`). Where nobody says which one, the first of `AUTOMATIC` that qualifies for all layers is taken on
-CUDA devices, and the reference otherwise.
+them right (`trial`). Where nobody says which one, the first of those for the device that qualifies for all layers is
+taken, or else the reference.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from ...errors import UnsupportedModel
+from .cpu import CpuBackend
 from .reference import ReferenceBackend
 from .trial import faults
 from .varlen import VarlenBackend
@@ -23,11 +24,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batchkit")
 
-__all__ = ["AUTOMATIC", "NAMES", "block_size_for", "choose_backend"]
+__all__ = ["AUTOMATIC", "NAMES", "ON_CPU", "block_size_for", "choose_backend"]
 
 AUTOMATIC: tuple[type[AttentionBackend], ...] = (XformersBackend, VarlenBackend)
 """Backends for CUDA devices, the preferred one first."""
-_KINDS: tuple[type[AttentionBackend], ...] = (*AUTOMATIC, ReferenceBackend)
+ON_CPU: tuple[type[AttentionBackend], ...] = (CpuBackend,)
+"""Backends for the CPU, the preferred one first."""
+_KINDS: tuple[type[AttentionBackend], ...] = (*AUTOMATIC, *ON_CPU, ReferenceBackend)
 _BACKENDS = {kind.name: kind for kind in _KINDS}
 NAMES = tuple(_BACKENDS)
 """What backends are called."""
@@ -75,7 +78,8 @@ def block_size_for(backend: AttentionBackend, wanted: int | None) -> int:
 
 
 def _automatic(layers: Sequence[LayerSpec], model: str, block_size: int | None) -> AttentionBackend:
-    kinds = AUTOMATIC if any(layer.device.type == "cuda" for layer in layers) else ()
+    devices = {layer.device.type for layer in layers}
+    kinds = AUTOMATIC if "cuda" in devices else ON_CPU if "cpu" in devices else ()
     for backend in (*(kind() for kind in kinds), ReferenceBackend()):
         if _takes(backend, block_size):
             reasons = _reasons(backend, layers, block_size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -16,21 +16,22 @@ if TYPE_CHECKING:
 __all__ = ["write"]
 
 
+# The compiler looks annotations up, and knows no other names in them than its own.
 @triton.jit  # type: ignore[untyped-decorator]
-def _write(
-    slots: Any,
-    key: Any,
-    key_token: Any,
-    key_head: Any,
-    key_unit: Any,
-    key_pool: Any,
-    key_pool_head: Any,
-    value: Any,
-    value_token: Any,
-    value_head: Any,
-    value_unit: Any,
-    value_pool: Any,
-    value_pool_head: Any,
+def _write(  # type: ignore[no-untyped-def]
+    slots,
+    key,
+    key_token,
+    key_head,
+    key_unit,
+    key_pool,
+    key_pool_head,
+    value,
+    value_token,
+    value_head,
+    value_unit,
+    value_pool,
+    value_pool_head,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     WIDTH: tl.constexpr,

@@ -1,0 +1,380 @@
+"""What a model computes between its matrix products, with one pass over the numbers for each, on CPUs.
+
+transformers writes a norm, a gated activation or rotary positions as several operators, each of which reads and writes
+all the numbers and costs a call; in a decode step there are hundreds of them. `fuse` gives modules of a bound clone
+another ``forward``, which calls a kernel in C++ (`backends/kernels/layers.cpp`). What a module computes is not guessed
+from its name: for each kind of module the kernel is compared with the module itself, with other weights and random
+inputs, and one that is not the same but for rounding stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from ctypes import c_float, c_int64, c_void_p
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from .attention import is_close
+from .backends.native import kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .attention import BoundModel
+
+logger = logging.getLogger("batchkit")
+
+__all__ = ["Fused", "best", "fuse", "gated", "norm", "optimized", "rotary"]
+
+_Make = Callable[[nn.Module], Callable[..., Any]]
+"""Gives the ``forward`` of a module."""
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_SILU, _GELU_TANH = 0, 1
+_SLACK = 8.0
+"""How far a kernel may be from a module besides, in epsilons of float32: sums have other partial sums, and functions
+other polynomials."""
+_PER_THREAD = 1 << 14
+"""It costs more to wake a thread than to go over so many numbers."""
+_ROTARY = "apply_rotary_pos_emb"
+"""What nearly all models of transformers call the function that turns queries and keys."""
+
+
+class Fused(NamedTuple):
+    """What `fuse` has replaced: how many modules, of how many that look like it."""
+
+    norms: tuple[int, int]
+    gated: tuple[int, int]
+    rotary: tuple[int, int]
+
+
+@functools.cache
+def _function(name: str, dtype: torch.dtype) -> Any:
+    """A kernel for a dtype.
+
+    Raises:
+        BuildError: this machine cannot have it.
+    """
+    ints = (c_int64,) * 3
+    arguments: dict[str, tuple[Any, ...]] = {
+        "norm": (c_void_p, c_void_p, c_void_p, *ints, c_float, c_float, c_int64),
+        "gated": (c_void_p, c_void_p, c_void_p, *ints),
+        "rotary": (*(c_void_p, c_void_p, *ints) * 2, c_void_p, c_void_p, *ints),
+        "best": (c_void_p, c_void_p, c_void_p, *ints, c_int64),
+    }
+    function = getattr(kernels("layers"), f"batchkit_{name}_{_NAMES[dtype]}")
+    function.argtypes, function.restype = arguments[name], None
+    return function
+
+
+def _threads(numbers: int) -> int:
+    return max(1, min(torch.get_num_threads(), numbers // _PER_THREAD))
+
+
+# --- the kernels ------------------------------------------------------------------------------------------------------
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """``x`` divided by the root of its mean square, times ``weight + offset``: RMSNorm (Zhang, Sennrich, 2019).
+
+    Args:
+        x: [..., width].
+        weight: [width], of the same dtype; None: ones.
+        eps: is added to the mean square.
+        offset: of the weights.
+    """
+    width = x.shape[-1]
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    rows = x.numel() // width
+    pointer = None if weight is None else weight.data_ptr()
+    _function("norm", x.dtype)(
+        x.data_ptr(), pointer, out.data_ptr(), rows, width, width, eps, offset, min(_threads(x.numel()), max(rows, 1))
+    )
+    return out
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
+    """The activation of ``gate``, times ``up``; of one shape and dtype."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    count = gate.numel()
+    _function("gated", gate.dtype)(gate.data_ptr(), up.data_ptr(), out.data_ptr(), count, activation, _threads(count))
+    return out
+
+
+def rotary(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys turned by their positions: RoPE (Su et al., 2021), with halves of a head as pairs.
+
+    Args:
+        query: [1, heads, T, width].
+        key: [1, KV heads, T, width].
+        cos: [1, T, width].
+        sin: [1, T, width].
+
+    Returns:
+        The same shapes. Heads of a token are side by side in memory, as attention wants them.
+    """
+    tokens, width = query.shape[2], query.shape[3]
+    sides: list[Any] = []
+    turned = []
+    for x in (query, key):
+        out = x.new_empty(1, tokens, x.shape[1], width).transpose(1, 2)
+        sides += (x.data_ptr(), out.data_ptr(), x.shape[1], x.stride(2), x.stride(1))
+        turned.append(out)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    threads = min(_threads(query.numel() + key.numel()), tokens)
+    _function("rotary", query.dtype)(*sides, cos.data_ptr(), sin.data_ptr(), tokens, width, threads)
+    return turned[0], turned[1]
+
+
+def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row the highest logit, in float32, and the first index that has it; of NaN the first, as `torch.max`.
+
+    Args:
+        logits: [rows, V], on the CPU.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, width = logits.shape
+    values = torch.empty(rows, dtype=torch.float32, device="cpu")
+    found = torch.empty(rows, dtype=torch.int64, device="cpu")
+    _function("best", logits.dtype)(
+        logits.data_ptr(),
+        found.data_ptr(),
+        values.data_ptr(),
+        rows,
+        width,
+        logits.stride(0),
+        max(1, min(_threads(logits.numel()), rows)),
+    )
+    return values, found
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def optimized(bound: BoundModel) -> BoundModel:
+    """The same, with what can be replaced replaced, if the model then computes the same.
+
+    Raises:
+        BuildError: this machine cannot have the kernels. Nothing has changed.
+    """
+    kernels("layers")
+    before = bound.run_alone()
+    fused, replaced = fuse(bound.model, bound.layers)
+    if replaced and not is_close(before, bound.run_alone(), 1e-4, 5e-2):
+        for module in replaced:
+            del module.forward
+        logger.warning(
+            "%s: layers are left as they are, since fused ones give other logits", type(bound.model).__name__
+        )
+        return bound
+    return replace(bound, fused=fused)
+
+
+def fuse(model: nn.Module, attention: Iterable[nn.Module]) -> tuple[Fused, list[nn.Module]]:
+    """Replace what can be replaced in a clone; its weights stay where they are.
+
+    Args:
+        model: a clone, all of whose weights are on the CPU.
+        attention: its attention modules.
+
+    Returns:
+        How many modules were replaced, and which.
+    """
+    trials = _Trials()
+    for module in model.modules():
+        if "forward" in vars(module):  # somebody else has been here
+            continue
+        if type(module).__name__.endswith("RMSNorm"):
+            eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+            weight = getattr(module, "weight", None)
+            kind: Any = (type(module), eps, None if weight is None else (weight.dtype, weight.shape))
+            trials.replace("norms", module, kind, functools.partial(_try_norm, module, eps))
+        elif {"gate_proj", "up_proj", "down_proj", "act_fn"} <= module._modules.keys():
+            act: Any = module.act_fn
+            dtype = getattr(module.gate_proj, "weight", torch.empty(0)).dtype
+            if not (act._forward_hooks or act._forward_pre_hooks):
+                kind = (type(module), repr(act), dtype)
+                trials.replace("gated", module, kind, functools.partial(_try_gated, module, dtype))
+    dtype = next(model.parameters()).dtype
+    for module in attention:
+        turn = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get(_ROTARY)
+        if turn is not None and "forward" not in vars(module):
+            trials.replace("rotary", module, (turn, dtype), functools.partial(_try_rotary, turn, dtype))
+    counts = {what: (sum(made), len(made)) for what, made in trials.made.items()}
+    return Fused(**counts), trials.replaced
+
+
+class _Trials:
+    """What was replaced so far, and what was found of each kind of module."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, list[bool]] = {name: [] for name in Fused._fields}
+        self.replaced: list[nn.Module] = []
+        self._found: dict[Any, _Make | None] = {}
+
+    def replace(self, what: str, module: nn.Module, kind: Any, trial: Callable[[], _Make | None]) -> None:
+        """Give a module another ``forward``, if the trial of its kind made one."""
+        if kind not in self._found:
+            try:
+                with torch.random.fork_rng(devices=[]), torch.inference_mode(), torch.autocast("cpu", enabled=False):
+                    torch.manual_seed(0)
+                    self._found[kind] = trial()
+            except Exception:  # it is not what it looks like
+                self._found[kind] = None
+        make = self._found[kind]
+        self.made[what].append(make is not None)
+        if make is not None:
+            module.forward = make(module)
+            self.replaced.append(module)
+
+
+def _agree(ours: Callable[[torch.dtype], Any], own: Callable[[torch.dtype], Any], dtype: torch.dtype) -> bool:
+    """Whether two ways of computing one thing differ by rounding alone.
+
+    Args:
+        ours: gives a tensor in a dtype.
+        own: the module's way; what it gives in float64 is taken for the truth.
+        dtype: in which it will be used.
+    """
+    truth = own(torch.float64)
+    slack = _SLACK * torch.finfo(torch.float32).eps * truth.abs().max()
+    # In float32 too, whatever the dtype: rounding in half precision hides one activation from another.
+    for each in {torch.float32, dtype}:
+        errors = [(way(each).double() - truth).square().mean().sqrt() for way in (ours, own)]
+        if not errors[0] <= 1.5 * errors[1] + slack:  # NaN is not
+            return False
+    return True
+
+
+def _try_norm(module: Any, eps: Any) -> _Make | None:
+    """How a module of this kind is replaced; None if it is not."""
+    weight = getattr(module, "weight", None)
+    if weight is None or weight.dim() != 1 or weight.dtype not in _NAMES or not isinstance(eps, float):
+        return None
+    weights = torch.randn(weight.shape)
+    # Of such sizes that the mean square is as small as eps, and much larger.
+    x = torch.randn(32, 3, len(weights)) * torch.tensor([[1e-3], [1.0], [30.0]])
+
+    def own(dtype: torch.dtype) -> torch.Tensor:
+        probe = copy.deepcopy(module).to(dtype)
+        probe.weight.copy_(weights)
+        result: torch.Tensor = type(module).forward(probe, x.to(dtype))
+        return result
+
+    for offset in (0.0, 1.0):
+        ours = functools.partial(_norm_of, x, weights, eps=eps, offset=offset)
+        if _agree(ours, own, weight.dtype):
+            return functools.partial(_norm_forward, eps=eps, offset=offset)
+    return None
+
+
+def _norm_of(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, **more: float) -> torch.Tensor:
+    return norm(x.to(dtype), weight.to(dtype), **more)
+
+
+def _norm_forward(module: Any, *, eps: float, offset: float) -> Callable[..., Any]:
+    plain = types.MethodType(type(module).forward, module)
+
+    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        weight = module.weight
+        if args or kwargs or x.dtype != weight.dtype:
+            return plain(x, *args, **kwargs)
+        return norm(x, weight, eps=eps, offset=offset)
+
+    return forward
+
+
+def _try_gated(module: nn.Module, dtype: torch.dtype) -> _Make | None:
+    if dtype not in _NAMES:
+        return None
+    linear = {"gate_proj": nn.Linear(16, 24), "up_proj": nn.Linear(16, 24), "down_proj": nn.Linear(24, 16)}
+    x = 4 * torch.randn(2, 40, 16)
+
+    def probe(dtype: torch.dtype) -> nn.Module:
+        """The module with small projections."""
+        made = copy.copy(module)
+        made._modules = {**module._modules, **{name: copy.deepcopy(part).to(dtype) for name, part in linear.items()}}
+        return made
+
+    def own(dtype: torch.dtype) -> torch.Tensor:
+        result: torch.Tensor = type(module).forward(probe(dtype), x.to(dtype))
+        return result
+
+    def ours(make: _Make, dtype: torch.dtype) -> torch.Tensor:
+        result: torch.Tensor = make(probe(dtype))(x.to(dtype))
+        return result
+
+    for activation in (_SILU, _GELU_TANH):
+        make = functools.partial(_gated_forward, activation=activation)
+        if _agree(functools.partial(ours, make), own, dtype):
+            return make
+    return None
+
+
+def _gated_forward(module: Any, *, activation: int) -> Callable[..., Any]:
+    def forward(x: torch.Tensor) -> Any:
+        gate, up = module.gate_proj(x), module.up_proj(x)
+        return module.down_proj(gated(gate, up, activation))
+
+    return forward
+
+
+def _try_rotary(turn: Callable[..., Any], dtype: torch.dtype) -> _Make | None:
+    if dtype not in _NAMES:
+        return None
+    tokens, width = 5, 24
+    heads = [torch.randn(1, tokens, count, width).transpose(1, 2) for count in (3, 2)]
+    waves = [torch.randn(1, tokens, width) for _ in ("cos", "sin")]
+
+    def by(way: Callable[..., Any], dtype: torch.dtype) -> torch.Tensor:
+        return torch.cat(way(*(tensor.to(dtype) for tensor in (*heads, *waves))), 1)
+
+    ours = _turning(turn)
+    if not _agree(functools.partial(by, ours), functools.partial(by, turn), dtype):
+        return None
+    return functools.partial(_attention_forward, turn=ours)
+
+
+def _turning(turn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function like `turn`, which is called for whatever the kernel is not for."""
+
+    def turning(query: Any, key: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        fits = (
+            not args
+            and not kwargs
+            and query.dim() == key.dim() == 4
+            and cos.shape == sin.shape == (1, query.shape[2], query.shape[3])
+            and query.shape[0] == key.shape[0] == 1
+            and query.shape[2:] == key.shape[2:]
+            and query.dtype == key.dtype == cos.dtype == sin.dtype
+            and query.dtype in _NAMES
+            and query.stride(3) == key.stride(3) == 1
+            and query.shape[3] % 2 == 0
+        )
+        return rotary(query, key, cos, sin) if fits else turn(query, key, cos, sin, *args, **kwargs)
+
+    return turning
+
+
+def _attention_forward(module: nn.Module, *, turn: Callable[..., Any]) -> Callable[..., Any]:
+    """The module's own ``forward``, for which `_ROTARY` is another function."""
+    own = inspect.unwrap(type(module).forward)
+    assert isinstance(own, types.FunctionType)
+    made = types.FunctionType(
+        own.__code__, {**own.__globals__, _ROTARY: turn}, own.__name__, own.__defaults__, own.__closure__
+    )
+    made.__kwdefaults__ = own.__kwdefaults__
+    return types.MethodType(made, module)

@@ -1,0 +1,285 @@
+"""Fused layers on the CPU: the kernels, which modules get them, and that outputs stay what they are."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import batchkit.hf.fused as module
+from batchkit import Engine, SamplingParams
+from batchkit.hf.attention import bind
+from batchkit.hf.backends.native import BuildError, kernels
+from batchkit.hf.fused import Fused, best, fuse, gated, norm, optimized, rotary
+from batchkit.hf.runner import TransformersRunner
+from tiny_models import tiny
+
+
+def _why_not() -> str | None:
+    try:
+        kernels("layers")
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+pytestmark = pytest.mark.skipif(_why_not() is not None, reason=f"no kernels here: {_why_not()}")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDTHS = (1, 2, 7, 8, 15, 16, 17, 33, 64, 100, 576, 1000)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def spread(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> torch.Tensor:
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def check(got: torch.Tensor, truth: torch.Tensor, dtype: torch.dtype) -> None:
+    """One rounding, at the end, of what was computed in float32."""
+    assert got.dtype == dtype and got.shape == truth.shape
+    rtol = max(0.51 * torch.finfo(dtype).eps, 2e-6)
+    torch.testing.assert_close(got.double(), truth, rtol=rtol, atol=1e-6 if dtype == torch.float32 else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestKernels:
+    @pytest.mark.parametrize("width", WIDTHS)
+    @pytest.mark.parametrize("offset", [0.0, 1.0])
+    def test_norm(self, dtype: torch.dtype, width: int, offset: float) -> None:
+        x = spread(3, 4, width, dtype=dtype) * torch.tensor([[1e-2], [1.0], [1.0], [20.0]], dtype=dtype)
+        weight = spread(width, dtype=dtype, seed=1)
+        truth = x.double() * (x.double().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        check(norm(x, weight, eps=1e-5, offset=offset), truth * (weight.double() + offset), dtype)
+        check(norm(x, None, eps=1e-5), truth, dtype)
+        # As one of several things in a wider tensor.
+        wide = torch.cat((x, x), -1)[..., :width]
+        assert torch.equal(norm(wide, weight, eps=1e-5), norm(x, weight, eps=1e-5))
+
+    @pytest.mark.parametrize("width", WIDTHS)
+    def test_gated(self, dtype: torch.dtype, width: int) -> None:
+        gate, up = spread(3, width, dtype=dtype, scale=4), spread(3, width, dtype=dtype, seed=1)
+        for activation, function in (
+            (module._SILU, nn.functional.silu),
+            (module._GELU_TANH, lambda x: nn.functional.gelu(x, approximate="tanh")),
+        ):
+            check(gated(gate, up, activation), function(gate.double()) * up.double(), dtype)
+
+    def test_gated_far_out(self, dtype: torch.dtype) -> None:
+        top = float(torch.finfo(dtype).max)
+        gate = torch.tensor([0.0, -0.0, 1e-7, 30, -30, 88, -88, 1000, -1000, top, -top, math.inf], dtype=dtype)
+        one = torch.ones_like(gate)
+        got = gated(gate, one, module._SILU)
+        assert torch.equal(got.isnan(), torch.zeros_like(got, dtype=torch.bool))
+        torch.testing.assert_close(got.float(), nn.functional.silu(gate.float()), rtol=1e-2, atol=1e-6)
+        assert gated(torch.full_like(gate, math.nan), one, module._SILU).isnan().all()
+
+    @pytest.mark.parametrize("width", [2, 6, 8, 16, 24, 64, 80, 128])
+    def test_rotary(self, dtype: torch.dtype, width: int) -> None:
+        heads = (3, 1)
+        fused = spread(1, 5, sum(heads) + 1, width, dtype=dtype)  # as one projection gives them
+        query, key = fused[:, :, :3].transpose(1, 2), fused[:, :, 3:4].transpose(1, 2)
+        cos, sin = (spread(1, 5, width, dtype=dtype, seed=seed) for seed in (1, 2))
+        for got, x in zip(rotary(query, key, cos, sin), (query, key), strict=True):
+            exact, waves = x.double(), (cos.double()[:, None], sin.double()[:, None])
+            turned = torch.cat((-exact[..., width // 2 :], exact[..., : width // 2]), -1)
+            atol = 1e-6 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
+            torch.testing.assert_close(got.double(), exact * waves[0] + turned * waves[1], rtol=0, atol=atol)
+            assert got.transpose(1, 2).is_contiguous()
+
+    @pytest.mark.parametrize("width", [1, 7, 8, 33, 4095, 4096, 4097, 49152])
+    def test_best(self, dtype: torch.dtype, width: int) -> None:
+        logits = spread(9, width, dtype=dtype)
+        logits[1] = 0  # all the same
+        logits[2] = -math.inf
+        logits[3, width // 2] = math.nan
+        logits[4, width - 1] = math.nan
+        logits[5, width // 3] = logits[5, width - 1] = math.inf
+        logits[6, width // 3 :] = -math.inf
+        values, found = best(logits)
+        want = logits.max(-1)
+        assert torch.equal(found, want.indices)
+        torch.testing.assert_close(values, want.values.float(), rtol=0, atol=0, equal_nan=True)
+        wide = torch.cat((logits, logits + 1), -1)[:, :width]
+        assert torch.equal(best(wide)[1], want.indices)
+
+    def test_neighbours_and_threads_change_no_bit(self, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
+        x, weight = spread(70, 1000, dtype=dtype), spread(1000, dtype=dtype, seed=1)
+        query = spread(1, 70, 4, 250, dtype=dtype).transpose(1, 2)
+        wave = spread(1, 70, 250, dtype=dtype, seed=2)
+        found = []
+        for number in (1, 2, 3):
+            threads(number)
+            found.append(
+                (norm(x, weight, eps=1e-6), gated(x, x, 0), *rotary(query, query, wave, wave), *best(x), gated(x, x, 1))
+            )
+        for others in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
+        assert torch.equal(norm(x[5:6], weight, eps=1e-6), found[0][0][5:6])
+        assert torch.equal(gated(x[5:6, 3:500], x[5:6, 3:500], 0), found[0][1][5:6, 3:500])
+
+    def test_nothing_is_nothing(self, dtype: torch.dtype) -> None:
+        empty = torch.empty(0, 16, dtype=dtype)
+        assert norm(empty, torch.ones(16, dtype=dtype), eps=1e-6).shape == gated(empty, empty, 0).shape == (0, 16)
+
+
+def fused_of(model: nn.Module) -> Fused:
+    bound = bind(model)
+    return fuse(bound.model, bound.layers)[0]
+
+
+class TestWhatIsReplaced:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        ("family", "norms", "gates", "turns"),
+        [
+            ("llama", (5, 5), (2, 2), (2, 2)),
+            ("gemma2", (9, 9), (2, 2), (2, 2)),  # weights are less one, and the activation is GELU
+            ("qwen3", (9, 9), (2, 2), (2, 2)),  # heads are normed too
+            ("phi3", (5, 5), (0, 0), (2, 2)),  # one projection for gate and up
+            ("gpt_neox", (0, 0), (0, 0), (2, 2)),  # parts of a head are turned
+            ("glm", (5, 5), (0, 0), (0, 2)),  # neighbours are turned, not halves
+            ("cohere", (0, 0), (2, 2), (0, 2)),
+            ("gpt2", (0, 0), (0, 0), (0, 0)),
+        ],
+    )
+    def test_by_family(self, family: str, norms: Any, gates: Any, turns: Any, dtype: torch.dtype) -> None:
+        assert fused_of(tiny(family).to(dtype)) == (norms, gates, turns)
+
+    def test_a_module_that_computes_something_else_stays(self) -> None:
+        class ClippedRMSNorm(LlamaRMSNorm):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x).clamp(-2, 2)
+
+        class WideRMSNorm(LlamaRMSNorm):
+            """Its eps is another one."""
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                normed: torch.Tensor = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 2 * self.variance_epsilon)
+                return self.weight * normed
+
+        for kind in (ClippedRMSNorm, WideRMSNorm):
+            model = tiny()
+            model.model.norm = kind(32, eps=1e-6)
+            assert fused_of(model).norms == (4, 5)
+        model.model.norm = Gemma2RMSNorm(32)
+        assert fused_of(model).norms == (5, 5)
+
+    @pytest.mark.parametrize("function", [nn.ReLU(), nn.GELU(), nn.Sigmoid()])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_other_activations_stay(self, function: nn.Module, dtype: torch.dtype) -> None:
+        """In bfloat16 one could not tell GELU by erf from GELU by tanh."""
+        model = tiny().to(dtype)
+        model.model.layers[0].mlp.act_fn = function
+        assert fused_of(model).gated == (1, 2)
+
+    def test_what_somebody_has_replaced_or_listens_to_stays(self) -> None:
+        model = tiny()
+        mlp, attention = model.model.layers[0].mlp, model.model.layers[1].self_attn
+        mlp.act_fn = nn.SiLU()
+        seen: list[int] = []
+        mlp.act_fn.register_forward_hook(lambda *given: seen.append(1))
+        own = model.model.norm.forward
+        model.model.norm.forward = lambda x: own(x) * 2
+        found = fused_of(model)
+        assert (found.norms, found.gated, found.rotary) == ((4, 4), (1, 1), (2, 2))
+        assert seen and type(attention).forward is not None
+
+    def test_the_callers_model_is_left_alone(self) -> None:
+        model = tiny()
+        before = {name: id(parameter) for name, parameter in model.named_parameters()}
+        turn = modeling_llama.apply_rotary_pos_emb
+        runner = TransformersRunner(model, num_kv_blocks=4)
+        assert runner._bound.fused == ((5, 5), (2, 2), (2, 2))
+        assert not any("forward" in vars(part) for part in model.modules())
+        assert modeling_llama.apply_rotary_pos_emb is turn
+        assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+        copy.deepcopy(model)
+
+    def test_hooks_of_what_is_replaced_still_run(self) -> None:
+        model = tiny()
+        seen = []
+        for part in (model.model.norm, model.model.layers[0].mlp, model.model.layers[0].mlp.gate_proj):
+            part.register_forward_hook(lambda part, *given: seen.append(type(part).__name__))
+        with Engine.from_model(model, num_kv_blocks=8) as engine:
+            del seen[:]
+            engine.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
+        assert seen == ["Linear", "LlamaMLP", "LlamaRMSNorm"]
+
+    def test_the_callers_random_numbers_are_left_alone(self) -> None:
+        bound = bind(tiny())
+        torch.manual_seed(5)
+        want = torch.rand(3)
+        torch.manual_seed(5)
+        optimized(bound)
+        assert torch.equal(torch.rand(3), want)
+
+
+class TestRunner:
+    def outputs(self, model: nn.Module, **options: Any) -> list[tuple[int, ...]]:
+        prompts = [[5, 9, 11], [40] * 50, [1], list(range(3, 40))]
+        with Engine.from_model(model, num_kv_blocks=64, attention="reference", **options) as engine:
+            params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+            return [output.token_ids for output in engine.generate(prompts, params)]
+
+    @pytest.mark.parametrize(
+        "family", ["llama", "gemma2", "gemma3_text", "qwen3", "phi3", "olmo2", "glm", "mixtral", "gpt_neox"]
+    )
+    def test_outputs_are_those_without(self, family: str) -> None:
+        model = tiny(family)
+        assert self.outputs(model) == self.outputs(model, optimize=False)
+
+    def test_off(self) -> None:
+        assert TransformersRunner(tiny(), num_kv_blocks=4, optimize=False)._bound.fused is None
+        with pytest.raises(TypeError, match="optimize must be True or False, got 1"):
+            TransformersRunner(tiny(), optimize=1)
+
+    def test_weights_that_change_are_used(self) -> None:
+        model = tiny()
+        with Engine.from_model(model, num_kv_blocks=64) as engine:
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            before = engine.generate([[5, 9, 11]], params)[0].token_ids
+            with torch.no_grad():
+                for part in model.modules():
+                    if isinstance(part, LlamaRMSNorm):
+                        part.weight.mul_(torch.linspace(-1, 1, len(part.weight)))
+            model.model.norm.weight.data = model.model.norm.weight.data * -3
+            engine.weights_changed()
+            after = engine.generate([[5, 9, 11]], params)[0].token_ids
+        assert before != after
+        with Engine.from_model(model, num_kv_blocks=64, optimize=False) as engine:
+            assert engine.generate([[5, 9, 11]], params)[0].token_ids == after
+
+    def test_a_model_that_comes_out_otherwise_is_left_as_it_was(self, monkeypatch, caplog) -> None:
+        monkeypatch.setattr(module, "norm", lambda x, weight, *, eps, offset=0.0: x * 1.5)
+        monkeypatch.setattr(module, "_agree", lambda *given: True)
+        with caplog.at_level(logging.WARNING, logger="batchkit"):
+            runner = TransformersRunner(tiny(), num_kv_blocks=4)
+        assert runner._bound.fused is None
+        assert not any("forward" in vars(part) for part in runner._bound.model.modules())
+        assert "LlamaForCausalLM: layers are left as they are" in caplog.text
+
+    def test_without_kernels_nothing_is_fused(self, monkeypatch) -> None:
+        def none(name: str) -> Any:
+            raise BuildError("there is no C++ compiler 'c++'")
+
+        monkeypatch.setattr(module, "kernels", none)
+        assert TransformersRunner(tiny(), num_kv_blocks=4)._bound.fused is None
