@@ -365,7 +365,8 @@ def automatic(monkeypatch):
 class TestAutomaticChoice:
     def test_the_order(self) -> None:
         assert [kind.name for kind in backends.AUTOMATIC] == ["xformers", "varlen"]
-        assert sorted(backends.NAMES) == ["reference", "varlen", "xformers"]
+        assert [kind.name for kind in backends.ON_CPU] == ["cpu"]
+        assert sorted(backends.NAMES) == ["cpu", "reference", "varlen", "xformers"]
 
     @pytest.mark.parametrize(
         ("first", "second", "chosen"),
@@ -412,9 +413,11 @@ class TestAutomaticChoice:
         assert choose_backend(None, layers, "M").name == "on cuda"
         assert choose_backend(None, [*layers, PLAIN], "M").name == "reference"
 
-    def test_other_devices_get_the_reference(self, automatic) -> None:
-        automatic(backend_named("first"))
-        assert choose_backend(None, [PLAIN], "M").name == "reference"
+    def test_each_device_has_its_own(self, automatic, monkeypatch) -> None:
+        on_cuda = automatic(backend_named("first"))
+        monkeypatch.setattr(backends, "ON_CPU", (backend_named("second"),))
+        assert choose_backend(None, on_cuda, "M").name == "first"
+        assert choose_backend(None, [PLAIN], "M").name == "second"
         assert choose_backend(None, [replace(PLAIN, device=torch.device("mps"))], "M").name == "reference"
         assert choose_backend(None, [], "M").name == "reference"
 
@@ -444,7 +447,7 @@ class TestAutomaticChoice:
             "import sys, torch; from batchkit.hf.backends import choose_backend\n"
             "from batchkit.hf.backends.base import LayerSpec\n"
             "layer = LayerSpec(0, 4, 2, 32, 32, torch.float16, torch.device('cpu'))\n"
-            "assert choose_backend(None, [layer], 'M').name == 'reference'\n"
+            "assert choose_backend(None, [layer], 'M').name in ('cpu', 'reference')\n"
             "found = {'xformers', 'triton', 'torch.nn.attention.varlen'} & set(sys.modules)\n"
             "assert not found, found\n"
         )

@@ -7,6 +7,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from batchkit import cli
 from batchkit.errors import OutOfKVMemory, UnsupportedModel
 from batchkit.hf import kv_pool
 from batchkit.hf import preview as preview_module
+from batchkit.hf.backends.cpu import CpuBackend
 from batchkit.hf.backends.reference import ReferenceBackend
 from batchkit.hf.doctor import examine
 from batchkit.hf.preview import preview
@@ -149,11 +151,11 @@ def test_the_command_over_what_is_no_model(tmp_path, capsys):
 def test_the_geometry_is_that_of_the_real_runner(tmp_path, family, changes, options):
     path = saved(tmp_path, family, **changes)
     found = preview(path, device="cpu", **options)
-    assert found.attention == "reference"
     dtype = options.pop("dtype", "float32")
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     runner = TransformersRunner(model, **options)
     assert found.geometry == runner.geometry
+    assert found.attention == runner._backend.name
     runner.close()
 
 
@@ -200,7 +202,7 @@ def test_a_dry_run_of_the_command(tmp_path, capsys):
     for part in (
         "seats             7\n",
         "KV cache          50 blocks of 16 tokens\n",
-        "attention         reference\n",
+        f"attention         {'reference' if CpuBackend().unsupported_reasons([]) else 'cpu'}\n",
     ):
         assert part in shown
 
@@ -209,5 +211,6 @@ def test_env_names_the_device_and_the_backend(capsys):
     assert cli.main(["env"]) == 0
     shown = capsys.readouterr().out
     assert f"torch             {torch.__version__.partition('+')[0]}" in shown
-    assert "default device" in shown and "attention         reference" in shown
+    assert "default device" in shown and "attention         cpu on CPUs, xformers, else varlen on CUDA devices" in shown
+    assert re.search(r"^CPU kernels       (compiled, in /|none: )", shown, re.MULTILINE)
     assert "cpu, " in shown

@@ -40,7 +40,7 @@ _EXIT_CODES = (
     "exit codes: 0 done; 1 not done; 2 wrong usage; 3 done, and some rows have failed; 4 stopped by SIGTERM or Ctrl-C, "
     "what ran is finished; 130 stopped at once"
 )
-ATTENTION = ("xformers", "varlen", "reference")
+ATTENTION = ("xformers", "varlen", "cpu", "reference")
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 _DEFAULTS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop")
 _T = TypeVar("_T")
@@ -242,8 +242,7 @@ def add_attention(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--attention",
         choices=ATTENTION,
-        help="what computes attention; default: on CUDA the first of these that computes the model right, else "
-        "reference",
+        help="what computes attention; default: the first of these that computes the model right where it is",
     )
 
 

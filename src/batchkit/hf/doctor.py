@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .backends.base import AttentionBackend, LayerSpec
+    from .fused import Fused
 
 __all__ = ["Diagnosis", "examine"]
 
@@ -54,6 +55,7 @@ class Diagnosis:
         model: its class, dtype and device.
         layers: kinds of attention layers, and how many of each.
         backend: the attention backend.
+        fused: which modules kernels of our own compute; None: none.
         num_compared: positions.
         num_same: those with the same most probable token on both sides.
         worst: the difference at the worst position: the root mean square over its logits, as a part of their standard
@@ -65,6 +67,7 @@ class Diagnosis:
     model: str
     layers: str
     backend: str
+    fused: Fused | None
     num_compared: int
     num_same: int
     worst: float
@@ -83,6 +86,7 @@ class Diagnosis:
             ("model", self.model),
             ("layers", self.layers),
             ("attention", self.backend),
+            ("fused", "nothing" if self.fused is None else str(self.fused)),
             ("compared", f"{self.num_compared} positions with eager attention, in random pieces over scattered blocks"),
             ("difference", f"at most {self.worst:.2g} of the logits' spread, at position {position} of {length}"),
             ("allowed", f"{self.allowed:g}"),
@@ -109,6 +113,11 @@ class _Listener(TransformersRunner):
     def layers(self) -> list[LayerSpec]:
         assert self._bound is not None
         return list(self._bound.layers.values())
+
+    @property
+    def fused(self) -> Fused | None:
+        assert self._bound is not None
+        return self._bound.fused
 
     @property
     def backend(self) -> str:
@@ -220,6 +229,7 @@ def _compare(
         model=f"{type(model).__name__}, {embeddings.dtype}, {embeddings.device}".replace("torch.", ""),
         layers=layers,
         backend=runner.backend,
+        fused=runner.fused,
         num_compared=len(runner.heard),
         num_same=num_same,
         worst=worst,

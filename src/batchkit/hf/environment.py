@@ -7,7 +7,8 @@ import os
 import torch
 
 from ..machine import usable_cpus
-from .backends import AUTOMATIC, choose_backend
+from .backends import AUTOMATIC, ON_CPU
+from .backends.native import BuildError, cache_folder, kernels
 from .kv_pool import free_memory
 from .loading import default_device
 
@@ -18,15 +19,23 @@ _GIB = 1 << 30
 
 def describe() -> list[tuple[str, str]]:
     """Names and what is to be said of each, for people."""
-    elsewhere = choose_backend(None, (), "any model").name
-    on_cuda = ", else ".join(kind.name for kind in AUTOMATIC)
+    on_cuda, on_cpu = (", else ".join(kind.name for kind in kinds) for kinds in (AUTOMATIC, ON_CPU))
     return [
         ("torch CPU", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("torch CUDA", torch.version.cuda or "built without"),
         *(("device", text) for text in _devices()),
         ("default device", default_device()),
-        ("attention", f"{elsewhere}; on CUDA devices {on_cuda}, where it computes a model right"),
+        ("CPU kernels", _cpu_kernels()),
+        ("attention", f"{on_cpu} on CPUs, {on_cuda} on CUDA devices, where it computes a model right; else reference"),
     ]
+
+
+def _cpu_kernels() -> str:
+    try:
+        kernels("attention")
+    except BuildError as error:
+        return f"none: {error}"
+    return f"compiled, in {cache_folder()}"
 
 
 def limit_threads() -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from .attention import is_close
 from .backends.native import kernels
@@ -54,6 +55,11 @@ class Fused(NamedTuple):
     norms: tuple[int, int]
     gated: tuple[int, int]
     rotary: tuple[int, int]
+
+    @override
+    def __str__(self) -> str:
+        names = ("norms", "gated activations", "rotary positions of layers")
+        return ", ".join(f"{some} of {all_} {name}" for (some, all_), name in zip(self, names, strict=True))
 
 
 @functools.cache
@@ -229,9 +235,11 @@ class _Trials:
         """Give a module another ``forward``, if the trial of its kind made one."""
         if kind not in self._found:
             try:
-                with torch.random.fork_rng(devices=[]), torch.inference_mode(), torch.autocast("cpu", enabled=False):
+                # Not under what the caller has set up.
+                with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
                     torch.manual_seed(0)
-                    self._found[kind] = trial()
+                    with torch.inference_mode():
+                        self._found[kind] = trial()
             except Exception:  # it is not what it looks like
                 self._found[kind] = None
         make = self._found[kind]
