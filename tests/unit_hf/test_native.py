@@ -176,6 +176,16 @@ def test_a_cache_that_cannot_be_written(source: Path, taken_by: str, monkeypatch
     assert folder.is_file() or in_cache() == []
 
 
+def test_nowhere_to_write(source: Path, monkeypatch) -> None:
+    def refuses(*rest: object, **more: object) -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    cache_folder().write_text("")
+    monkeypatch.setattr("tempfile.TemporaryDirectory", refuses)
+    with pytest.raises(BuildError, match="No usable temporary directory found"):
+        load(source)
+
+
 def test_without_the_openmp_of_torch_the_compilers_own_is_linked(source: Path) -> None:
     # The module by itself: its package would bring torch along.
     code = (

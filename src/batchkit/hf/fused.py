@@ -150,6 +150,9 @@ def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Args:
         logits: [rows, V], on the CPU.
     """
+    if logits.dtype not in _NAMES:
+        values, found = logits.max(dim=-1)
+        return values.float(), found
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     rows, width = logits.shape

@@ -21,7 +21,7 @@ from .backends import block_size_for, choose_backend
 from .backends.base import to_device
 from .backends.native import BuildError
 from .batch import BatchBuilder
-from .fused import optimized
+from .fused import best, optimized
 from .grammar import Grammars
 from .graphs import DEVICES, DecodeGraphs
 from .kv_pool import KVPool, block_bytes, num_blocks_for
@@ -132,7 +132,7 @@ class TransformersRunner(ModelRunner):
         self._builder = BatchBuilder(size)
         eos = eos_token_ids(bound.model)
         self._grammars = Grammars(tokenizer, eos, bound.num_logits)
-        self._sampler = Sampler(self._grammars)
+        self._sampler = Sampler(self._grammars) if bound.fused is None else Sampler(self._grammars, best)
         self._graphs: DecodeGraphs | None = None
 
         sized = partial(num_blocks_for, layers, block_size=size, kv_memory=kv_memory, num_kv_blocks=num_kv_blocks)

@@ -39,12 +39,12 @@ _ATTEND = {
 }
 
 _ROWS = 96
-"""An item has as many queries that the rows of its matrices, one for each query and head of a group, are so many."""
+"""An item has a row of its matrices for each of its queries and each of the heads that share a KV head: up to so many."""
 _SPAN = 256
-"""Keys of an item, where its row has queries for one item only; otherwise as many times more as it has queries for.
+"""An item has up to so many keys if its row has queries for one item, and n times as many if for n.
 
-So there are about as many items as a row of one query would have, however long a prompt is. What items leave to be
-joined takes little memory beside the row's own KV.
+So there is work for many threads, whether a row is one long prompt or one query behind a long one. What items leave to
+be joined takes less than half the memory of the row's KV in one layer.
 """
 
 

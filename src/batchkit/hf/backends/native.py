@@ -40,7 +40,8 @@ _LAST_LINES = 5
 """Of what a compiler says, so many lines are told: the error is among them."""
 
 _lock = threading.Lock()
-_found: dict[tuple[Path, tuple[str, ...]], ctypes.CDLL | BuildError] = {}
+_found: dict[tuple[Path, tuple[str, ...]], ctypes.CDLL | str] = {}
+"""The libraries, or why there are none."""
 
 
 class BuildError(RuntimeError):
@@ -96,11 +97,11 @@ def load(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
         if key not in _found:
             try:
                 _found[key] = _load(source, flags)
-            except BuildError as error:
-                _found[key] = error
+            except (BuildError, OSError) as error:
+                _found[key] = str(error)
         found = _found[key]
-    if isinstance(found, BuildError):
-        raise found
+    if isinstance(found, str):
+        raise BuildError(found)
     return found
 
 

@@ -54,8 +54,8 @@ inline void by_rows(int64_t begin, int64_t end, int64_t size, F &&each) {
     }
 }
 
-// c[begin to end, width] = a[begin to end, k] b[k, width], or that much more. b lies in panels of PANEL columns, `depth`
-// rows each.
+// c[begin to end, width] = a[begin to end, k] b[k, width], or that much more. b lies in panels of PANEL columns, with
+// room for `depth` rows each.
 inline void product(int64_t begin, int64_t end, int64_t width, int64_t k, const float *a, int64_t lda, const float *b,
                     int64_t depth, float *c, int64_t ldc, bool adds) {
     by_rows<ROWS>(begin, end, ROWS, [&](auto R, int64_t row) {
@@ -64,8 +64,8 @@ inline void product(int64_t begin, int64_t end, int64_t width, int64_t k, const 
     });
 }
 
-// c[rows, width] += a[rows, k] b[k, width]; width is a multiple of LANES. With few rows, more columns at a time fill the
-// registers.
+// c[rows, width] += a[rows, k] b[k, width]; width is a multiple of LANES. The fewer rows, the more columns at a time, to
+// fill the registers.
 template <class T>
 inline void add_product(int64_t rows, int64_t width, int64_t k, const float *a, int64_t lda, const T *b, float *c,
                         int64_t ldc) {
@@ -259,8 +259,8 @@ inline int64_t first_seen(const Call &call, int64_t position, int64_t begin, int
 }
 inline int64_t end_seen(int64_t position, int64_t begin, int64_t n) { return least(most(position + 1 - begin, 0), n); }
 
-// Asks for the block of a pool that begins at key `end`, if it is the item's: it lies elsewhere, and the processor cannot
-// guess where. GCC takes a function that does nothing but prefetch for one that does nothing, hence the assembly.
+// Asks for the block of a pool that begins at key `end`, if it is the item's: it lies elsewhere, and the processor
+// cannot guess where. GCC takes a function that does nothing but prefetch for one that does nothing, hence the assembly.
 template <class T>
 inline void prefetch_block(const Call &call, const Item &item, int64_t end, const T *pool, int64_t width) {
     if (end >= item.end) return;
@@ -431,7 +431,8 @@ void attend(const Call &call) {
     Partials partials;
     float *const works = call.scratch + Partials::lay_out(call, call.scratch, &partials);
     const int64_t each = Work::lay_out(call, works, nullptr), pieces = call.num_items * call.num_kv_heads;
-#pragma omp parallel num_threads((int)least(call.num_threads, pieces))
+    // All threads or one: libgomp ends those that it does not need, and to start them again takes long.
+#pragma omp parallel num_threads((int)call.num_threads) if (pieces > 1)
     {
         Work work;
         Work::lay_out(call, works + omp_get_thread_num() * each, &work);
@@ -482,7 +483,7 @@ void batchkit_attend_float16(const Call *call) { attend<float16>(*call); }
 
 void batchkit_write(const Tokens *tokens, const Side *keys, const Side *values) {
     const int64_t bytes = tokens->num_tokens * tokens->num_kv_heads * (keys->width + values->width);
-#pragma omp parallel for schedule(static) num_threads((int)most(least(tokens->num_threads, bytes / 65536), 1))
+#pragma omp parallel for schedule(static) num_threads((int)tokens->num_threads) if (bytes > 1 << 18)
     for (int64_t token = 0; token < tokens->num_tokens; token++) {
         keys->write(*tokens, token);
         values->write(*tokens, token);
