@@ -119,6 +119,14 @@ class TestAgainstTheReference:
         check(make_step(layer, [(start, 1) for start in starts], block_size=size))
         check(make_step(layer, [(start, 3) for start in starts], block_size=size, scattered=False))
 
+    @pytest.mark.parametrize("window", [None, 3, 250])
+    @pytest.mark.parametrize("heads", [1, 2])
+    def test_a_few_queries_on_both_sides_of_a_border(self, heads: int, window: int | None) -> None:
+        """Some of them see no key of one of their items."""
+        layer = replace(PLAIN, num_heads=heads, num_kv_heads=1, key_dim=16, value_dim=16, window=window)
+        rows = [(start, count) for start in range(248, 258) for count in range(2, 9)]
+        check(make_step(layer, rows, block_size=16))
+
     @pytest.mark.parametrize("window", [1, 2, 16, 250, 256, 257, 1000, 5000])
     def test_windows(self, window: int) -> None:
         layer = replace(PLAIN, num_heads=4, num_kv_heads=2, window=window)
@@ -327,26 +335,28 @@ class TestItems:
         made = cpu._Items(batch, window, shared)
         seen = [np.zeros(start + i + 1, int) for start, count in rows for i in range(count)]
         taken = []
-        for token, count, position, table, begin, end, partial in made.items.tolist():
+        kept: dict[int, list[tuple[int, int]]] = {}
+        for token, count, position, table, parts, first, begin, end, partial in made.items.tolist():
             row = int(np.searchsorted(batch.query_starts, token, side="right")) - 1
             assert table == batch.table_starts[row] and position == batch.positions[token]
             assert count * shared <= max(96, shared) and begin < end
             for i in range(count):
                 seen[token + i][begin : min(end, position + i + 1)] += 1
-            if partial >= 0:
+            if parts > 1:
                 taken += range(partial, partial + count)
+                kept.setdefault(token, []).append((begin, partial))
+                assert parts == sum(other[0] == token for other in made.items.tolist()) and partial >= first
         for counts in seen:
             hidden = max(len(counts) - window, 0) if window is not None else 0
             assert (counts[hidden:] == 1).all()
         assert sorted(taken) == list(range(made.call.num_partials))
-        parts = [(token, count, begin, partial) for token, count, _, _, begin, _, partial in made.items.tolist()]
-        for token, count, partial, several in made.joins.tolist():
-            mine = sorted((begin, at) for other, _, begin, at in parts if other == token)
-            assert [at for _, at in mine] == [partial + i * count for i in range(several)]
+        for token, count, _, _, _, first, *_ in made.items.tolist():
+            for nth, (_, partial) in enumerate(sorted(kept.get(token, ()))):
+                assert partial == first + nth * count
 
     def test_the_most_work_comes_first(self) -> None:
         made = cpu._Items(make_step(PLAIN, ROWS, block_size=16).batch, None, 3)
-        work = made.items[:, 1] * (made.items[:, 5] - made.items[:, 4])
+        work = made.items[:, 1] * (made.items[:, 7] - made.items[:, 6])
         assert (np.diff(work) <= 0).all() and work[0] > work[-1]
 
     def test_they_are_made_once_for_a_kind_of_layer(self) -> None:

@@ -23,7 +23,7 @@ import batchkit.hf.fused as module
 from batchkit import Engine, SamplingParams
 from batchkit.hf.attention import bind
 from batchkit.hf.backends.native import BuildError, kernels
-from batchkit.hf.fused import Fused, best, fuse, gated, norm, optimized, rotary
+from batchkit.hf.fused import Fused, best, fuse, gated, linear, norm, optimized, rotary
 from batchkit.hf.runner import TransformersRunner
 from tiny_models import tiny
 
@@ -141,6 +141,78 @@ class TestKernels:
         assert norm(empty, torch.ones(16, dtype=dtype), eps=1e-6).shape == gated(empty, empty, 0).shape == (0, 16)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+class TestLinear:
+    @pytest.mark.parametrize("inputs", [1, 5, 8, 16, 63, 64, 255, 256, 257, 600])
+    @pytest.mark.parametrize("outputs", [1, 7, 8, 31, 32, 33, 64, 100])
+    def test_sizes(self, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+        weight, bias = spread(outputs, inputs, dtype=dtype, seed=1), spread(outputs, dtype=dtype, seed=2)
+        for rows in (1, 2, 3, 4, 7, 8, 9, 11, 30):
+            x = spread(rows, inputs, dtype=dtype)
+            truth = x.double() @ weight.double().T
+            for given, want in ((None, truth), (bias, truth + bias.double())):
+                got = linear(x, weight, given)
+                assert got.dtype == dtype
+                slack = 1e-6 * inputs * (1 + float(truth.abs().max()))
+                torch.testing.assert_close(got.double(), want, rtol=0.51 * torch.finfo(dtype).eps, atol=slack)
+
+    def test_shapes_and_layouts(self, dtype: torch.dtype) -> None:
+        weight = spread(40, 24, dtype=dtype)
+        x = spread(2, 3, 48, dtype=dtype)[..., ::2]
+        want = nn.functional.linear(x.float(), weight.float()).to(dtype)
+        torch.testing.assert_close(linear(x, weight), want, rtol=1e-2, atol=1e-2)
+        assert linear(x[:0], weight).shape == (0, 3, 40)
+
+    def test_what_a_row_gives_depends_on_it_alone(self, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
+        x, weight = spread(50, 520, dtype=dtype), spread(300, 520, dtype=dtype, seed=1)
+        for rows in (8, 50):
+            found = []
+            for number in (1, 2, 3):
+                threads(number)
+                found.append(linear(x[:rows], weight))
+            assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        assert torch.equal(linear(x[20:33], weight), found[0][20:33])
+        assert torch.equal(linear(x[3:4], weight), linear(x[:8], weight)[3:4])
+
+    def test_what_is_not_a_number_stays_in_its_row(self, dtype: torch.dtype) -> None:
+        x, weight = spread(12, 64, dtype=dtype), spread(50, 64, dtype=dtype, seed=1)
+        want = linear(x, weight)
+        x[5, 10] = math.nan
+        x[7, 3] = math.inf
+        got = linear(x, weight)
+        assert got[5].isnan().all() and not got[7].isfinite().any()
+        rest = [row for row in range(12) if row not in (5, 7)]
+        assert torch.equal(got[rest], want[rest])
+
+    @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "gpt_neox"])
+    def test_models(self, dtype: torch.dtype, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Logits are no further from those in float32 than without."""
+        model = tiny(family)
+        truth = bind(model).run_alone().double()
+        model = model.to(dtype)
+        bound = bind(model)
+        plain = bound.run_alone().double()
+        monkeypatch.setattr(module, "_is_slow", lambda dtype: True)
+        found = optimized(bound)
+        assert found.fused is not None and found.fused.linear[0] == found.fused.linear[1] >= 8
+        assert (found.run_alone().double() - truth).norm() <= 1.2 * (plain - truth).norm()
+
+    def test_only_where_torch_is_slow(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        for is_slow, count in ((True, 15), (False, 0)):
+            monkeypatch.setattr(module, "_is_slow", lambda dtype, is_slow=is_slow: is_slow)
+            assert fused_of(tiny().to(dtype)).linear == (count, count)
+        assert not module._is_slow(torch.float32)
+
+    def test_weights_that_change_are_used(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "_is_slow", lambda dtype: True)
+        model = tiny().to(dtype)
+        bound = optimized(bind(model))
+        before = bound.run_alone()
+        head = model.get_output_embeddings()
+        head.weight.data = (head.weight.data * 2).t().contiguous().t()  # another place, and another layout
+        torch.testing.assert_close(bound.run_alone(), before * 2, rtol=2e-2, atol=1e-2)
+
+
 def fused_of(model: nn.Module) -> Fused:
     bound = bind(model)
     return fuse(bound.model, bound.layers)[0]
@@ -162,7 +234,7 @@ class TestWhatIsReplaced:
         ],
     )
     def test_by_family(self, family: str, norms: Any, gates: Any, turns: Any, dtype: torch.dtype) -> None:
-        assert fused_of(tiny(family).to(dtype)) == (norms, gates, turns)
+        assert fused_of(tiny(family).to(dtype))[:3] == (norms, gates, turns)
 
     def test_a_module_that_computes_something_else_stays(self) -> None:
         class ClippedRMSNorm(LlamaRMSNorm):
@@ -208,7 +280,7 @@ class TestWhatIsReplaced:
         before = {name: id(parameter) for name, parameter in model.named_parameters()}
         turn = modeling_llama.apply_rotary_pos_emb
         runner = TransformersRunner(model, num_kv_blocks=4)
-        assert runner._bound.fused == ((5, 5), (2, 2), (2, 2))
+        assert runner._bound.fused == ((5, 5), (2, 2), (2, 2), (0, 0))
         assert not any("forward" in vars(part) for part in model.modules())
         assert modeling_llama.apply_rotary_pos_emb is turn
         assert {name: id(parameter) for name, parameter in model.named_parameters()} == before

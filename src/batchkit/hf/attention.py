@@ -37,7 +37,6 @@ __all__ = [
     "StepContext",
     "attention_forward",
     "bind",
-    "is_close",
     "probe_layers",
     "structural_clone",
 ]
@@ -459,9 +458,9 @@ def _is_swapped(logits: torch.Tensor, other: torch.Tensor, calls: Sequence[_Call
     # Token 0 of the plain pass is the last of the other one, which is also the one whose logits were kept.
     return (
         len(calls) == len(swapped)
-        and is_close(logits[:, :1], other[:, -1:], 1e-3, 5e-2)
+        and _is_close(logits[:, :1], other[:, -1:], 1e-3, 5e-2)
         and all(
-            is_close(a, b.flip(2), 2e-5, 1e-2)
+            _is_close(a, b.flip(2), 2e-5, 1e-2)
             for one, two in zip(calls, swapped, strict=True)
             for a, b in ((one.query, two.query), (one.key, two.key), (one.value, two.value))
             if a.dim() == b.dim() == 4
@@ -469,7 +468,7 @@ def _is_swapped(logits: torch.Tensor, other: torch.Tensor, calls: Sequence[_Call
     )
 
 
-def is_close(a: torch.Tensor, b: torch.Tensor, single: float, half: float) -> bool:
+def _is_close(a: torch.Tensor, b: torch.Tensor, single: float, half: float) -> bool:
     """Equal but for what the order of rows in a matrix product may change, as a part of the largest entry.
 
     The order of two rows hardly ever changes a bit; the logits of one row and of two may come from different kernels.

@@ -1,10 +1,14 @@
-"""What a model computes between its matrix products, with one pass over the numbers for each, on CPUs.
+"""Layers of a model computed by kernels of our own, on CPUs.
 
-transformers writes a norm, a gated activation or rotary positions as several operators, each of which reads and writes
-all the numbers and costs a call; in a decode step there are hundreds of them. `fuse` gives modules of a bound clone
-another ``forward``, which calls a kernel in C++ (`backends/kernels/layers.cpp`). What a module computes is not guessed
-from its name: for each kind of module the kernel is compared with the module itself, with other weights and random
-inputs, and one that is not the same but for rounding stays as it is.
+What is computed between matrix products gets one pass over the numbers. transformers writes a norm, a gated activation
+or rotary positions as several operators, each of which reads and writes all the numbers and costs a call; in a decode
+step there are hundreds of them. `fuse` gives modules of a bound clone another ``forward``, which calls a kernel in C++
+(`backends/kernels/layers.cpp`). Linear layers get one too, where their numbers have 16 bits and the processor has no
+instructions for products of these: torch then takes several times as long as in float32
+(`backends/kernels/linear.cpp`). No weight is copied.
+
+What a module computes is not guessed from its name: for each kind of module the kernel is compared with the module
+itself, with other weights and random inputs, and one that is not the same but for rounding stays as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +27,6 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from .attention import is_close
 from .backends.native import kernels
 
 if TYPE_CHECKING:
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batchkit")
 
-__all__ = ["Fused", "best", "fuse", "gated", "norm", "optimized", "rotary"]
+__all__ = ["Fused", "best", "fuse", "gated", "linear", "norm", "optimized", "rotary"]
 
 _Make = Callable[[nn.Module], Callable[..., Any]]
 """Gives the ``forward`` of a module."""
@@ -43,8 +46,14 @@ _SILU, _GELU_TANH = 0, 1
 _SLACK = 8.0
 """How far a kernel may be from a module besides, in epsilons of float32: sums have other partial sums, and functions
 other polynomials."""
+_ALLOWED = {torch.float32: 1e-2, torch.float64: 1e-2}
+_ALLOWED_ELSE = 1.0
+"""How far the logits of a model may be from those before. In half precision thirty layers make much of a rounding, so
+that two right ways differ by a half; those of another model would be off by 1.4."""
 _PER_THREAD = 1 << 14
 """It costs more to wake a thread than to go over so many numbers."""
+_PANEL, _RUN = 64, 256
+"""At least as much as a piece of work of the kernel for linear layers: outputs, and inputs at a time."""
 _ROTARY = "apply_rotary_pos_emb"
 """What nearly all models of transformers call the function that turns queries and keys."""
 
@@ -55,11 +64,20 @@ class Fused(NamedTuple):
     norms: tuple[int, int]
     gated: tuple[int, int]
     rotary: tuple[int, int]
+    linear: tuple[int, int]
 
     @override
     def __str__(self) -> str:
-        names = ("norms", "gated activations", "rotary positions of layers")
+        names = ("norms", "gated activations", "rotary positions of layers", "linear layers in 16 bits")
         return ", ".join(f"{some} of {all_} {name}" for (some, all_), name in zip(self, names, strict=True))
+
+
+@functools.cache
+def _is_slow(dtype: torch.dtype) -> bool:
+    """Whether torch multiplies matrices of this dtype without instructions for it."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    is_fast = None if name is None else getattr(torch.ops.mkldnn, name, None)
+    return is_fast is not None and not is_fast()
 
 
 @functools.cache
@@ -75,8 +93,9 @@ def _function(name: str, dtype: torch.dtype) -> Any:
         "gated": (c_void_p, c_void_p, c_void_p, *ints),
         "rotary": (*(c_void_p, c_void_p, *ints) * 2, c_void_p, c_void_p, *ints),
         "best": (c_void_p, c_void_p, c_void_p, *ints, c_int64),
+        "linear": (c_void_p, c_void_p, c_void_p, c_void_p, *ints, c_void_p, c_int64),
     }
-    function = getattr(kernels("layers"), f"batchkit_{name}_{_NAMES[dtype]}")
+    function = getattr(kernels("linear" if name == "linear" else "layers"), f"batchkit_{name}_{_NAMES[dtype]}")
     function.argtypes, function.restype = arguments[name], None
     return function
 
@@ -170,6 +189,34 @@ def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, found
 
 
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As `torch.nn.functional.linear`, in bfloat16 and float16.
+
+    Args:
+        x: [..., inputs].
+        weight: [outputs, inputs], contiguous.
+        bias: [outputs].
+    """
+    outputs, inputs = weight.shape
+    x = x.contiguous()
+    rows = x.numel() // inputs
+    out = x.new_empty(*x.shape[:-1], outputs)
+    threads = max(1, min(_threads(outputs * inputs), -(-outputs // _PANEL)))
+    scratch = torch.empty(rows * inputs + threads * (rows + _RUN) * _PANEL, dtype=torch.float32, device="cpu")
+    _function("linear", x.dtype)(
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        inputs,
+        outputs,
+        scratch.data_ptr(),
+        threads,
+    )
+    return out
+
+
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 
@@ -182,7 +229,7 @@ def optimized(bound: BoundModel) -> BoundModel:
     kernels("layers")
     before = bound.run_alone()
     fused, replaced = fuse(bound.model, bound.layers)
-    if replaced and not is_close(before, bound.run_alone(), 1e-4, 5e-2):
+    if replaced and not _is_alike(bound.run_alone(), before):
         for module in replaced:
             del module.forward
         logger.warning(
@@ -217,6 +264,9 @@ def fuse(model: nn.Module, attention: Iterable[nn.Module]) -> tuple[Fused, list[
             if not (act._forward_hooks or act._forward_pre_hooks):
                 kind = (type(module), repr(act), dtype)
                 trials.replace("gated", module, kind, functools.partial(_try_gated, module, dtype))
+        elif type(module) is nn.Linear and _is_slow(module.weight.dtype):
+            dtype = module.weight.dtype
+            trials.replace("linear", module, (nn.Linear, dtype), functools.partial(_try_linear, dtype))
     dtype = next(model.parameters()).dtype
     for module in attention:
         turn = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get(_ROTARY)
@@ -250,6 +300,13 @@ class _Trials:
         if make is not None:
             module.forward = make(module)
             self.replaced.append(module)
+
+
+def _is_alike(logits: torch.Tensor, before: torch.Tensor) -> bool:
+    """Whether logits are those of the same model: the length of the difference, as a part of what they vary by."""
+    allowed = _ALLOWED.get(before.dtype, _ALLOWED_ELSE)
+    after, before = logits.double().nan_to_num(), before.double().nan_to_num()
+    return float((after - before).square().mean()) <= allowed**2 * float(before.var())
 
 
 def _agree(ours: Callable[[torch.dtype], Any], own: Callable[[torch.dtype], Any], dtype: torch.dtype) -> bool:
@@ -339,6 +396,32 @@ def _gated_forward(module: Any, *, activation: int) -> Callable[..., Any]:
     def forward(x: torch.Tensor) -> Any:
         gate, up = module.gate_proj(x), module.up_proj(x)
         return module.down_proj(gated(gate, up, activation))
+
+    return forward
+
+
+def _try_linear(dtype: torch.dtype) -> _Make | None:
+    sizes = (70, 37)
+    module = nn.Linear(*sizes)
+    x = torch.randn(20, sizes[0])
+
+    def own(dtype: torch.dtype) -> torch.Tensor:
+        result: torch.Tensor = copy.deepcopy(module).to(dtype)(x.to(dtype))
+        return result
+
+    def ours(each: torch.dtype) -> torch.Tensor:
+        # It has no float32, of which there is nothing to find out.
+        return linear(x.to(each), module.weight.to(each), module.bias.to(each)) if each == dtype else own(each)
+
+    return _linear_forward if _agree(ours, own, dtype) else None
+
+
+def _linear_forward(module: Any) -> Callable[..., Any]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        weight, bias = module.weight, module.bias
+        if x.dtype != weight.dtype or not weight.is_contiguous():
+            return nn.functional.linear(x, weight, bias)
+        return linear(x, weight, bias)
 
     return forward
 

@@ -39,7 +39,7 @@ _ATTEND = {
 }
 
 _ROWS = 96
-"""An item has a row of its matrices for each of its queries and each of the heads that share a KV head: up to so many."""
+"""An item has as many queries as make up to so many rows of a matrix: each query has one for every head of a group."""
 _SPAN = 256
 """An item has up to so many keys if its row has queries for one item, and n times as many if for n.
 
@@ -54,8 +54,6 @@ class _Call(ctypes.Structure):
     _fields_ = (
         ("items", ctypes.c_void_p),
         ("num_items", ctypes.c_int64),
-        ("joins", ctypes.c_void_p),
-        ("num_joins", ctypes.c_int64),
         ("tables", ctypes.c_void_p),
         ("block_size", ctypes.c_int64),
         ("max_rows", ctypes.c_int64),
@@ -108,8 +106,7 @@ class _Items:
     """The items of a step, for layers that have one window and one number of heads for each KV head.
 
     Attributes:
-        items: [N, 7], int64, `Item` of the kernels: the one with the most work first.
-        joins: [J, 4], int64, `Join` of the kernels: queries whose keys are in several items.
+        items: [N, 9], int64, `Item` of the kernels: the one with the most work first.
         call: what the kernels are told of them.
     """
 
@@ -127,31 +124,27 @@ class _Items:
 
         # The queries of each tile are one item for every span of keys that they see something of.
         span = _SPAN * tiles[rows]
-        first = begin // span
-        parts = (end - 1) // span - first + 1
+        begun = begin // span
+        parts = (end - 1) // span - begun + 1
         tile, nth = _repeated(parts)
-        low = np.maximum(begin[tile], (first[tile] + nth) * span[tile])
-        high = np.minimum(end[tile], (first[tile] + nth + 1) * span[tile])
-        is_part = parts[tile] > 1
-        ends = np.cumsum(count[tile] * is_part)
-        partial = np.where(is_part, ends - count[tile], -1)
+        low = np.maximum(begin[tile], (begun[tile] + nth) * span[tile])
+        high = np.minimum(end[tile], (begun[tile] + nth + 1) * span[tile])
+        kept = np.where(parts > 1, parts * count, 0)  # results, in queries
+        first = np.cumsum(kept) - kept
+        partial = first[tile] + nth * count[tile]
 
-        table = batch.table_starts[rows]
-        items = np.stack((token[tile], count[tile], position[tile], table[tile], low, high, partial), axis=1)
-        longest_first = np.argsort(-count[tile] * (high - low), kind="stable")
-        self.items: IntArray = items[longest_first]
-        joins = np.stack((token, count, partial[np.cumsum(parts) - parts], parts), axis=1)
-        self.joins: IntArray = joins[parts > 1]
+        work = count[tile] * (high - low)
+        of_tile = np.stack((token, count, position, batch.table_starts[rows], parts, first), axis=1)
+        items = np.column_stack((of_tile[tile], low, high, partial))
+        self.items: IntArray = items[np.argsort(-work, kind="stable")]
         self._tables = batch.tables  # their address is handed over
         self.call = _Call(
             items=self.items.ctypes.data,
             num_items=len(self.items),
-            joins=self.joins.ctypes.data,
-            num_joins=len(self.joins),
             tables=self._tables.ctypes.data,
             block_size=batch.block_size,
             max_rows=most * shared,
-            num_partials=int(ends[-1]),
+            num_partials=int(kept.sum()),
             window=window or 0,
         )
 

@@ -6,8 +6,9 @@
 //
 // Pieces of few rows, as decoding has them, are bound by memory: they read K and V where they lie (`few_rows`). Pieces
 // of many rows copy 64 keys at a time in the order in which a matrix product wants them, and keep a running maximum
-// (`many_rows`). Rows whose keys are in several items are joined in the order of the keys (`join`). Everything is
-// accumulated in float32. Keys outside an item's range are never read: their slots may hold NaN.
+// (`many_rows`). Results of several items for the same queries are joined by whoever computes the last of them, in the
+// order of the keys (`join`). Everything is accumulated in float32. Keys outside an item's range are never read: their
+// slots may hold NaN.
 //
 // AVX2 and AVX-512 differ in the vectors, and in how many rows of a product fit in the registers.
 
@@ -64,8 +65,8 @@ inline void product(int64_t begin, int64_t end, int64_t width, int64_t k, const 
     });
 }
 
-// c[rows, width] += a[rows, k] b[k, width]; width is a multiple of LANES. The fewer rows, the more columns at a time, to
-// fill the registers.
+// c[rows, width] += a[rows, k] b[k, width]; width is a multiple of LANES. The fewer rows, the more columns at a time,
+// to fill the registers.
 template <class T>
 inline void add_product(int64_t rows, int64_t width, int64_t k, const float *a, int64_t lda, const T *b, float *c,
                         int64_t ldc) {
@@ -113,23 +114,16 @@ struct Item {
     int64_t count;     // of queries
     int64_t position;  // of the first query, in its row
     int64_t table;     // where the row's block table begins
-    int64_t begin;     // of the keys
+    int64_t parts;     // how many items the keys of these queries are in
+    int64_t first;     // where results of these items begin, which are kept until they are joined; in queries
+    int64_t begin;     // of the keys of this item
     int64_t end;
-    int64_t partial;  // where the result goes until it is joined, in queries; -1 if it needs no joining
-};
-
-struct Join {
-    int64_t token;
-    int64_t count;
-    int64_t partial;  // of the first part
-    int64_t parts;
+    int64_t partial;  // where its result is kept
 };
 
 struct Call {
     const Item *items;
     int64_t num_items;
-    const Join *joins;
-    int64_t num_joins;
     const int64_t *tables;
     int64_t block_size;
     int64_t max_rows;  // of a piece
@@ -191,11 +185,13 @@ struct Partials {
     float *values;  // [num_kv_heads, partials * shared heads, padded value_dim]
     float *top;     // [num_kv_heads, partials * shared heads]
     float *total;
+    int32_t *done;  // [num_kv_heads, partials], how many items are done of those whose results begin here
 
     static int64_t lay_out(const Call &call, float *at, Partials *partials) {
-        const int64_t rows = rounded_up(call.num_partials * call.num_heads, 16);
-        if (partials) *partials = {at, at + rows * call.padded(), at + rows * (call.padded() + 1)};
-        return rows * (call.padded() + 2);
+        const int64_t rows = rounded_up(call.num_partials * call.num_heads, 16), padded = call.padded();
+        if (partials)
+            *partials = {at, at + rows * padded, at + rows * (padded + 1), (int32_t *)(at + rows * (padded + 2))};
+        return rows * (padded + 3);
     }
 };
 
@@ -260,7 +256,7 @@ inline int64_t first_seen(const Call &call, int64_t position, int64_t begin, int
 inline int64_t end_seen(int64_t position, int64_t begin, int64_t n) { return least(most(position + 1 - begin, 0), n); }
 
 // Asks for the block of a pool that begins at key `end`, if it is the item's: it lies elsewhere, and the processor
-// cannot guess where. GCC takes a function that does nothing but prefetch for one that does nothing, hence the assembly.
+// cannot guess where. GCC takes a function that only prefetches for one that does nothing, hence the assembly.
 template <class T>
 inline void prefetch_block(const Call &call, const Item &item, int64_t end, const T *pool, int64_t width) {
     if (end >= item.end) return;
@@ -378,10 +374,34 @@ void finish(const Call &call, int64_t token, int64_t head, const float *values, 
     }
 }
 
+// Results of all items that the keys of these queries are in, in the order of the keys.
 template <class T>
-void compute(const Call &call, const Item &item, int64_t kv_head, Work work, const Partials &partials) {
+void join(const Call &call, const Item &item, int64_t kv_head, const Work &work, const Partials &partials) {
+    const int64_t shared = call.shared(), padded = call.padded();
+    for (int64_t row = 0; row < item.count * shared; row++) {
+        const auto at = [&](int64_t part) {
+            return (kv_head * call.num_partials + item.first + part * item.count) * shared + row;
+        };
+        float top = -FLT_MAX, total = 0;
+        for (int64_t part = 0; part < item.parts; part++)
+            if (partials.top[at(part)] > top) top = partials.top[at(part)];
+        std::memset(work.out, 0, padded * sizeof(float));
+        for (int64_t part = 0; part < item.parts; part++) {
+            const float factor = exp(partials.top[at(part)] - top);
+            const float *const values = partials.values + at(part) * padded;
+            total += partials.total[at(part)] * factor;
+            for (int64_t i = 0; i < padded; i += LANES)
+                store(work.out + i, load(work.out + i) + load(values + i) * factor);
+        }
+        finish<T>(call, item.token + row / shared, kv_head * shared + row % shared, work.out, top, total);
+    }
+}
+
+template <class T>
+void compute(const Call &call, const Item &item, int64_t kv_head, const Work &own, const Partials &partials) {
     const int64_t shared = call.shared(), rows = item.count * shared, padded = call.padded();
-    if (item.partial >= 0) {
+    Work work = own;
+    if (item.parts > 1) {
         const int64_t at = (kv_head * call.num_partials + item.partial) * shared;
         work.out = partials.values + at * padded;
         work.top = partials.top + at;
@@ -398,50 +418,30 @@ void compute(const Call &call, const Item &item, int64_t kv_head, Work work, con
         few_rows<T>(call, item, kv_head, work);
     else
         many_rows<T>(call, item, kv_head, work);
-    if (item.partial < 0)
-        for (int64_t row = 0; row < rows; row++)
-            finish<T>(call, item.token + row / shared, kv_head * shared + row % shared, work.out + row * padded,
-                      work.top[row], work.total[row]);
-}
-
-template <class T>
-void join(const Call &call, const Join &join, int64_t kv_head, const Work &work, const Partials &partials) {
-    const int64_t shared = call.shared(), padded = call.padded();
-    for (int64_t row = 0; row < join.count * shared; row++) {
-        const auto at = [&](int64_t part) {
-            return (kv_head * call.num_partials + join.partial + part * join.count) * shared + row;
-        };
-        float top = -FLT_MAX, total = 0;
-        for (int64_t part = 0; part < join.parts; part++)
-            if (partials.top[at(part)] > top) top = partials.top[at(part)];
-        std::memset(work.out, 0, padded * sizeof(float));
-        for (int64_t part = 0; part < join.parts; part++) {
-            const float factor = exp(partials.top[at(part)] - top);
-            const float *const values = partials.values + at(part) * padded;
-            total += partials.total[at(part)] * factor;
-            for (int64_t i = 0; i < padded; i += LANES)
-                store(work.out + i, load(work.out + i) + load(values + i) * factor);
-        }
-        finish<T>(call, join.token + row / shared, kv_head * shared + row % shared, work.out, top, total);
+    if (item.parts > 1) {
+        int32_t *const done = partials.done + kv_head * call.num_partials + item.first;
+        if (__atomic_add_fetch(done, 1, __ATOMIC_ACQ_REL) == item.parts) join<T>(call, item, kv_head, own, partials);
+        return;
     }
+    for (int64_t row = 0; row < rows; row++)
+        finish<T>(call, item.token + row / shared, kv_head * shared + row % shared, work.out + row * padded,
+                  work.top[row], work.total[row]);
 }
 
 template <class T>
 void attend(const Call &call) {
     Partials partials;
     float *const works = call.scratch + Partials::lay_out(call, call.scratch, &partials);
+    std::memset(partials.done, 0, call.num_partials * call.num_kv_heads * sizeof(int32_t));
     const int64_t each = Work::lay_out(call, works, nullptr), pieces = call.num_items * call.num_kv_heads;
     // All threads or one: libgomp ends those that it does not need, and to start them again takes long.
 #pragma omp parallel num_threads((int)call.num_threads) if (pieces > 1)
     {
         Work work;
         Work::lay_out(call, works + omp_get_thread_num() * each, &work);
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
         for (int64_t i = 0; i < pieces; i++)
             compute<T>(call, call.items[i / call.num_kv_heads], i % call.num_kv_heads, work, partials);
-#pragma omp for schedule(static) nowait
-        for (int64_t i = 0; i < call.num_joins * call.num_kv_heads; i++)
-            join<T>(call, call.joins[i / call.num_kv_heads], i % call.num_kv_heads, work, partials);
     }
 }
 
