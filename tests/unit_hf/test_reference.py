@@ -237,7 +237,7 @@ def test_similar_covers_each_once() -> None:
 
 
 def test_choose_backend() -> None:
-    assert choose_backend(None, [PLAIN], "M").name == "reference"
+    assert choose_backend(None, [replace(PLAIN, dtype=torch.float64)], "M").name == "reference"
     assert choose_backend("reference", [PLAIN], "M").name == "reference"
     with pytest.raises(ValueError, match="got 'flash'"):
         choose_backend("flash", [PLAIN], "M")

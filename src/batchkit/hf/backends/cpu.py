@@ -54,6 +54,7 @@ class _Call(ctypes.Structure):
     _fields_ = (
         ("items", ctypes.c_void_p),
         ("num_items", ctypes.c_int64),
+        ("work", ctypes.c_int64),
         ("tables", ctypes.c_void_p),
         ("block_size", ctypes.c_int64),
         ("max_rows", ctypes.c_int64),
@@ -141,6 +142,7 @@ class _Items:
         self.call = _Call(
             items=self.items.ctypes.data,
             num_items=len(self.items),
+            work=int(work.sum()),
             tables=self._tables.ctypes.data,
             block_size=batch.block_size,
             max_rows=most * shared,

@@ -26,6 +26,7 @@ constexpr int64_t DOT_ROWS = LANES == 16 ? 6 : 3;  // of a tile of scores that i
 constexpr int64_t FEW = 8;                         // rows of a piece that reads K and V where they lie
 constexpr int64_t SPAN = 256;                      // keys that such a piece may have
 constexpr int64_t RUN = 64;                        // keys that are copied at a time otherwise
+constexpr int64_t LITTLE = 1 << 19;                // products, which take less time than to wake the threads may
 
 // ---- Matrix products.
 
@@ -124,6 +125,7 @@ struct Item {
 struct Call {
     const Item *items;
     int64_t num_items;
+    int64_t work;  // of all items, as pairs of a query and a key
     const int64_t *tables;
     int64_t block_size;
     int64_t max_rows;  // of a piece
@@ -434,8 +436,9 @@ void attend(const Call &call) {
     float *const works = call.scratch + Partials::lay_out(call, call.scratch, &partials);
     std::memset(partials.done, 0, call.num_partials * call.num_kv_heads * sizeof(int32_t));
     const int64_t each = Work::lay_out(call, works, nullptr), pieces = call.num_items * call.num_kv_heads;
+    const bool is_much = call.work * call.num_heads * (call.key_dim + call.value_dim) > LITTLE;
     // All threads or one: libgomp ends those that it does not need, and to start them again takes long.
-#pragma omp parallel num_threads((int)call.num_threads) if (pieces > 1)
+#pragma omp parallel num_threads((int)call.num_threads) if (is_much)
     {
         Work work;
         Work::lay_out(call, works + omp_get_thread_num() * each, &work);
