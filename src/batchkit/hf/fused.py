@@ -50,8 +50,8 @@ _ALLOWED = {torch.float32: 1e-2, torch.float64: 1e-2}
 _ALLOWED_ELSE = 1.0
 """How far the logits of a model may be from those before. In half precision thirty layers make much of a rounding, so
 that two right ways differ by a half; those of another model would be off by 1.4."""
-_PER_THREAD = 1 << 14
-"""It costs more to wake a thread than to go over so many numbers."""
+_FOR_THREADS = 1 << 15
+"""It costs more to wake threads than to go over fewer numbers."""
 _PANEL, _RUN = 64, 256
 """At least as much as a piece of work of the kernel for linear layers: outputs, and inputs at a time."""
 _ROTARY = "apply_rotary_pos_emb"
@@ -101,7 +101,8 @@ def _function(name: str, dtype: torch.dtype) -> Any:
 
 
 def _threads(numbers: int) -> int:
-    return max(1, min(torch.get_num_threads(), numbers // _PER_THREAD))
+    """All or one: OpenMP ends threads when it is asked for fewer than before, and starts them anew when for more."""
+    return torch.get_num_threads() if numbers >= _FOR_THREADS else 1
 
 
 # --- the kernels ------------------------------------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float, offset: fl
     rows = x.numel() // width
     pointer = None if weight is None else weight.data_ptr()
     _function("norm", x.dtype)(
-        x.data_ptr(), pointer, out.data_ptr(), rows, width, width, eps, offset, min(_threads(x.numel()), max(rows, 1))
+        x.data_ptr(), pointer, out.data_ptr(), rows, width, width, eps, offset, _threads(x.numel())
     )
     return out
 
@@ -158,7 +159,7 @@ def rotary(
         sides += (x.data_ptr(), out.data_ptr(), x.shape[1], x.stride(2), x.stride(1))
         turned.append(out)
     cos, sin = cos.contiguous(), sin.contiguous()
-    threads = min(_threads(query.numel() + key.numel()), tokens)
+    threads = _threads(query.numel() + key.numel())
     _function("rotary", query.dtype)(*sides, cos.data_ptr(), sin.data_ptr(), tokens, width, threads)
     return turned[0], turned[1]
 
@@ -184,7 +185,7 @@ def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows,
         width,
         logits.stride(0),
-        max(1, min(_threads(logits.numel()), rows)),
+        _threads(logits.numel()),
     )
     return values, found
 
@@ -201,7 +202,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     x = x.contiguous()
     rows = x.numel() // inputs
     out = x.new_empty(*x.shape[:-1], outputs)
-    threads = max(1, min(_threads(outputs * inputs), -(-outputs // _PANEL)))
+    threads = _threads(outputs * inputs)
     scratch = torch.empty(rows * inputs + threads * (rows + _RUN) * _PANEL, dtype=torch.float32, device="cpu")
     _function("linear", x.dtype)(
         x.data_ptr(),
