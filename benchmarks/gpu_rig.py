@@ -21,8 +21,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typing_extensions import override
 
 from batchkit import ModelRunner, SamplingParams, UnsupportedModel
+from batchkit.hf.batch import row_of
 from batchkit.hf.runner import TransformersRunner
-from batchkit.types import Request, ScheduledSequence, SchedulerOutput
+from batchkit.types import Request, SchedulerOutput
 
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = {"tests": 0.38, "device": 0.02, "decode": 0.28, "throughput": 0.32}
@@ -263,20 +264,12 @@ def make_step(batch: int, context: int, block_size: int, *, new: int = 1, contig
     random.Random(0).shuffle(blocks)
     request = Request(id="r", prompt_token_ids=(1,), params=SamplingParams(temperature=0), max_tokens=1)
     rows = tuple(
-        ScheduledSequence(
-            seq_id=index,
-            row=0,
-            seat=index,
-            request=request,
-            sample_index=0,
+        row_of(
+            request,
+            index,
             start=context - new,
-            num_tokens=new,
             token_ids=(5,) * new,
-            output_ids=[],
-            num_output=0,
             blocks=range(first, first + each) if contiguous else tuple(blocks[first : first + each]),
-            samples=True,
-            idle=False,
         )
         for index, first in enumerate(range(0, batch * each, each))
     )

@@ -61,6 +61,7 @@ EVERYWHERE = {"typing_extensions"}
 HF_THIRD_PARTY = {"torch", "transformers", "safetensors", "numpy"}
 ONE_FILE_ONLY = {
     "xformers": "batchkit.hf.backends.xformers",
+    "triton": "batchkit.hf.backends.kv_write_kernel",
     "tokenizers": "batchkit.hf.tokenizer",
     "llguidance": "batchkit.hf.grammar",
 }

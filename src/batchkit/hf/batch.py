@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from ..types import ScheduledSequence
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..types import ScheduledSequence
+    from ..types import Request
 
-__all__ = ["Batch", "BatchBuilder", "IntArray"]
+__all__ = ["Batch", "BatchBuilder", "IntArray", "row_of"]
 
 IntArray = npt.NDArray[np.int64]
 
@@ -94,6 +96,42 @@ class Batch:
         padded: IntArray = self.tables[np.minimum(at, len(self.tables) - 1)]
         padded[at >= end] = pad
         return padded
+
+
+def row_of(
+    request: Request,
+    index: int,
+    *,
+    start: int,
+    token_ids: Sequence[int],
+    blocks: Sequence[int],
+    output: Sequence[int] = (),
+) -> ScheduledSequence:
+    """A row that no scheduler made, to try something with. It samples.
+
+    Args:
+        request: whose it is.
+        index: tells it from the other rows of its step.
+        start: tokens that are computed already.
+        token_ids: those of the step.
+        blocks: at least as many as it takes.
+        output: what it has generated before.
+    """
+    return ScheduledSequence(
+        seq_id=index,
+        row=0,
+        seat=index,
+        request=request,
+        sample_index=0,
+        start=start,
+        num_tokens=len(token_ids),
+        token_ids=tuple(token_ids),
+        output_ids=tuple(output),
+        num_output=len(output),
+        blocks=blocks,
+        samples=True,
+        idle=False,
+    )
 
 
 class BatchBuilder:

@@ -20,6 +20,7 @@ from ..params import SamplingParams
 from ..types import Request, RowResult, ScheduledSequence, SchedulerOutput
 from .attention import structural_clone
 from .backends.trial import described
+from .batch import row_of
 from .runner import TransformersRunner, model_len
 
 if TYPE_CHECKING:
@@ -185,23 +186,8 @@ def _run(runner: _Listener, sequences: list[list[int]], rng: random.Random) -> N
             prefill = len(sequence) - _DECODED - start
             num = min(rng.choice(_PIECES), prefill) if prefill > 0 else 1
             done[i] += num
-            rows.append(
-                ScheduledSequence(
-                    seq_id=i,
-                    row=0,
-                    seat=i,
-                    request=request,
-                    sample_index=0,
-                    start=start,
-                    num_tokens=num,
-                    token_ids=tuple(sequence[start : start + num]),
-                    output_ids=(),
-                    num_output=0,
-                    blocks=tables[i],
-                    samples=True,
-                    idle=False,
-                )
-            )
+            tokens = sequence[start : start + num]
+            rows.append(row_of(request, i, start=start, token_ids=tokens, blocks=tables[i]))
         runner.execute(SchedulerOutput(rows=tuple(rows), num_tokens=sum(row.num_tokens for row in rows)))
 
 

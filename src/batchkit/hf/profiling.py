@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..params import SamplingParams
-from ..types import Request, ScheduledSequence, SchedulerOutput
+from ..types import Request, SchedulerOutput
+from .batch import row_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -55,28 +56,17 @@ def largest_steps(
     ):
         # Rows at full length share one tuple, which may be long.
         made = tuple(
-            _row(index, start, count, blocks[: -(-(start + count) // block_size)])
+            row_of(
+                _REQUEST,
+                index,
+                start=start,
+                token_ids=(0,) * count,
+                blocks=blocks[: -(-(start + count) // block_size)],
+                output=(0,),
+            )
             for index, (start, count) in enumerate(spans)
         )
         yield what, SchedulerOutput(made, num_tokens=sum(count for _, count in spans))
-
-
-def _row(index: int, start: int, count: int, blocks: tuple[int, ...]) -> ScheduledSequence:
-    return ScheduledSequence(
-        seq_id=index,
-        row=0,
-        seat=index,
-        request=_REQUEST,
-        sample_index=0,
-        start=start,
-        num_tokens=count,
-        token_ids=(0,) * count,
-        output_ids=(0,),
-        num_output=1,
-        blocks=blocks,
-        samples=True,
-        idle=False,
-    )
 
 
 def peak_bytes(compute: Callable[[], object], devices: Collection[torch.device]) -> dict[torch.device, int]:

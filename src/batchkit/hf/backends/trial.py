@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...params import SamplingParams
-from ...types import Request, ScheduledSequence
-from ..batch import BatchBuilder
+from ...types import Request
+from ..batch import BatchBuilder, row_of
 from .base import LayerKV
 from .reference import ReferenceBackend
 
@@ -134,7 +134,7 @@ def make_step(
         for pool, written in ((kv.key, key), (kv.value, value)):
             pool[:, slots.to(layer.device)] = written
         parts.append((key[:, start:], value[:, start:]))
-        scheduled.append(_row(index, start, count, blocks))
+        scheduled.append(row_of(_REQUEST, index, start=start, token_ids=(0,) * count, blocks=blocks))
     batch = BatchBuilder(block_size).build(scheduled)
     key, value = (torch.cat(side, 1).transpose(0, 1) for side in zip(*parts, strict=True))
     query = random(layer.num_heads, batch.num_tokens, layer.key_dim).transpose(0, 1)  # as models hand it over
@@ -152,24 +152,6 @@ def _unwritten(layer: LayerSpec, num_blocks: int, block_size: int, width: int) -
     pool = torch.full(shape, math.nan, dtype=layer.dtype, device=layer.device)
     pool[:, -block_size:] = 0
     return pool
-
-
-def _row(index: int, start: int, count: int, blocks: Sequence[int]) -> ScheduledSequence:
-    return ScheduledSequence(
-        seq_id=index,
-        row=0,
-        seat=index,
-        request=_REQUEST,
-        sample_index=0,
-        start=start,
-        num_tokens=count,
-        token_ids=(0,) * count,
-        output_ids=(),
-        num_output=0,
-        blocks=blocks,
-        samples=True,
-        idle=False,
-    )
 
 
 def _steps(layer: LayerSpec, size: int) -> Iterator[tuple[str, TrialStep, float | None]]:

@@ -20,31 +20,16 @@ constexpr int64_t ROWS = LANES == 16 ? 12 : 6;  // of a tile that is two vectors
 constexpr int64_t WIDE = LANES == 16 ? 6 : 3;   // of one that is a panel wide
 constexpr int64_t FEW = 8;                      // rows for which weights are not turned
 
-// c[R, C vectors] += a[R, k] b[k, PANEL].
-template <int64_t R, int64_t C>
-inline void tile(const float *a, int64_t lda, const float *b, int64_t k, float *c) {
-    Vec acc[R][C];
-    for (int64_t r = 0; r < R; r++)
-        for (int64_t j = 0; j < C; j++) acc[r][j] = load(c + r * PANEL + j * LANES);
-    for (int64_t i = 0; i < k; i++) {
-        Vec row[C];
-        for (int64_t j = 0; j < C; j++) row[j] = load(b + i * PANEL + j * LANES);
-        for (int64_t r = 0; r < R; r++)
-            for (int64_t j = 0; j < C; j++) acc[r][j] += a[r * lda + i] * row[j];
-    }
-    for (int64_t r = 0; r < R; r++)
-        for (int64_t j = 0; j < C; j++) store(c + r * PANEL + j * LANES, acc[r][j]);
-}
-
+// c[rows, PANEL] += a[rows, k] b[k, PANEL], R rows at a time, then fewer.
 template <int64_t R>
 inline void tiles(int64_t rows, const float *a, int64_t lda, const float *b, int64_t k, float *c) {
     if constexpr (R > 0) {
         for (; rows >= R; rows -= R, a += R * lda, c += R * PANEL)
             if constexpr (R <= WIDE) {
-                tile<R, 4>(a, lda, b, k, c);
+                tile<R, 4>(a, lda, b, PANEL, k, c, PANEL, true);
             } else {
-                tile<R, 2>(a, lda, b, k, c);
-                tile<R, 2>(a, lda, b + 2 * LANES, k, c + 2 * LANES);
+                tile<R, 2>(a, lda, b, PANEL, k, c, PANEL, true);
+                tile<R, 2>(a, lda, b + 2 * LANES, PANEL, k, c + 2 * LANES, PANEL, true);
             }
         tiles<R - 1>(rows, a, lda, b, k, c);
     }

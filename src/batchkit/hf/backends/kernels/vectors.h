@@ -152,4 +152,22 @@ inline Vec tanh(Vec x) {
     return as<Vec>(as<Ints>((1.0f - e) / (1.0f + e)) | sign);
 }
 
+// ---- Matrix products.
+
+// c[R, C vectors] = a[R, k] b[k, C vectors], or that much more.
+template <int64_t R, int64_t C, class T>
+inline void tile(const float *a, int64_t lda, const T *b, int64_t ldb, int64_t k, float *c, int64_t ldc, bool adds) {
+    Vec acc[R][C];
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t j = 0; j < C; j++) acc[r][j] = adds ? load(c + r * ldc + j * LANES) : Vec{};
+    for (int64_t i = 0; i < k; i++) {
+        Vec row[C];
+        for (int64_t j = 0; j < C; j++) row[j] = load(b + i * ldb + j * LANES);
+        for (int64_t r = 0; r < R; r++)
+            for (int64_t j = 0; j < C; j++) acc[r][j] += a[r * lda + i] * row[j];
+    }
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t j = 0; j < C; j++) store(c + r * ldc + j * LANES, acc[r][j]);
+}
+
 }  // namespace
