@@ -7,8 +7,11 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import copy
+import functools
+import gc
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 from torch import nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import batchkit.hf.fused as module
 from batchkit import Engine, SamplingParams
@@ -121,6 +124,11 @@ class TestKernels:
         wide = torch.cat((logits, logits + 1), -1)[:, :width]
         assert torch.equal(best(wide)[1], want.indices)
 
+    def test_best_in_a_dtype_without_a_kernel(self, dtype: torch.dtype) -> None:
+        logits = spread(3, 100, dtype=dtype)
+        values, found = best(logits.double())
+        assert torch.equal(found, logits.max(-1).indices) and values.dtype == torch.float32
+
     def test_neighbours_and_threads_change_no_bit(self, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
         x, weight = spread(70, 1000, dtype=dtype), spread(1000, dtype=dtype, seed=1)
         query = spread(1, 70, 4, 250, dtype=dtype).transpose(1, 2)
@@ -135,6 +143,14 @@ class TestKernels:
             assert all(torch.equal(a, b) for a, b in zip(found[0], others, strict=True))
         assert torch.equal(norm(x[5:6], weight, eps=1e-6), found[0][0][5:6])
         assert torch.equal(gated(x[5:6, 3:500], x[5:6, 3:500], 0), found[0][1][5:6, 3:500])
+
+    def test_layouts(self, dtype: torch.dtype) -> None:
+        """Parts of wider tensors give what copies of them give."""
+        x, wave = (spread(1, 4, 5, 48, dtype=dtype, seed=seed)[..., :24] for seed in (0, 1))
+        y, waves = x.contiguous(), wave[:, 0].contiguous()
+        assert torch.equal(gated(x, wave, 0), gated(y, wave.contiguous(), 0))
+        for got, want in zip(rotary(x, x, wave[:, 0], wave[:, 0]), rotary(y, y, waves, waves), strict=True):
+            assert torch.equal(got, want)
 
     def test_nothing_is_nothing(self, dtype: torch.dtype) -> None:
         empty = torch.empty(0, 16, dtype=dtype)
@@ -155,6 +171,14 @@ class TestLinear:
                 assert got.dtype == dtype
                 slack = 1e-6 * inputs * (1 + float(truth.abs().max()))
                 torch.testing.assert_close(got.double(), want, rtol=0.51 * torch.finfo(dtype).eps, atol=slack)
+
+    def test_rounding_is_to_the_nearest_and_to_even(self, dtype: torch.dtype) -> None:
+        """One product and one sum, which float32 holds as they are, and half of which lie between two numbers."""
+        bias = torch.arange(256, 512).to(dtype)
+        weight = torch.tensor([0.5, 1.0, 0.125, -0.5], dtype=dtype).repeat(64)[:, None] * (bias[:1] / 256)
+        x = torch.tensor([[1.0], [2.0], [4.0]], dtype=dtype)
+        want = (x.double() @ weight.double().T + bias.double()).to(dtype)
+        assert torch.equal(linear(x, weight, bias), want)
 
     def test_shapes_and_layouts(self, dtype: torch.dtype) -> None:
         weight = spread(40, 24, dtype=dtype)
@@ -296,13 +320,239 @@ class TestWhatIsReplaced:
             engine.generate([[5, 6, 7]], SamplingParams(max_tokens=1))
         assert seen == ["Linear", "LlamaMLP", "LlamaRMSNorm"]
 
-    def test_the_callers_random_numbers_are_left_alone(self) -> None:
+    def test_the_callers_random_numbers_are_left_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         bound = bind(tiny())
         torch.manual_seed(5)
         want = torch.rand(3)
         torch.manual_seed(5)
+        seeds: list[int] = []
+        monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
         optimized(bound)
-        assert torch.equal(torch.rand(3), want)
+        assert torch.equal(torch.rand(3), want) and not seeds
+
+
+class TestWhatWasNotTried:
+    """Modules that compute what the kernels do when they are bound, and something else at another time or place."""
+
+    def differs(self, model: nn.Module, change: Callable[[], object] = lambda: None) -> float:
+        """How far fused logits are from plain ones after a change, as a part of these."""
+        bound = optimized(bind(model))
+        assert bound.fused is not None
+        change()
+        want = bind(model).run_alone()
+        return float((bound.run_alone() - want).norm() / want.norm())
+
+    def test_modules_of_one_class_with_other_attributes(self) -> None:
+        class Scaled(LlamaMLP):
+            scale = 1.0
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) * self.scale
+
+        model = tiny()
+        for layer in model.model.layers:
+            layer.mlp.__class__ = Scaled
+        model.model.layers[1].mlp.scale = 1.01
+        assert fused_of(model).gated == (1, 2)
+        assert self.differs(model) < 1e-5
+
+    def test_weights_of_its_own_that_change_nothing_yet(self) -> None:
+        class Swish(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.beta = nn.Parameter(torch.ones(()))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * torch.sigmoid(self.beta * x)
+
+        class ShiftedRMSNorm(LlamaRMSNorm):
+            def __init__(self, width: int) -> None:
+                super().__init__(width)
+                self.bias = nn.Parameter(torch.zeros(width))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) + self.bias
+
+        model = tiny()
+        act, normed = Swish(), ShiftedRMSNorm(32)
+        model.model.layers[0].mlp.act_fn, model.model.norm = act, normed
+        found = fused_of(model)
+        assert found.gated == (1, 2) and found.norms == (4, 5)
+
+        def change() -> None:
+            act.beta.data.fill_(3)
+            normed.bias.data.fill_(2)
+
+        assert self.differs(model, change) < 1e-5
+
+    @pytest.mark.parametrize("limit", [7.0, 10.0, 100.0])
+    def test_activations_that_are_cut_off(self, limit: float) -> None:
+        class Limited(LlamaMLP):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                gate = self.gate_proj(x).clamp(max=limit)
+                return self.down_proj(self.act_fn(gate) * self.up_proj(x).clamp(-limit, limit))
+
+        model = tiny()
+        model.model.layers[0].mlp.__class__ = Limited
+        assert fused_of(model).gated == (1, 2)
+
+    def test_more_arguments(self) -> None:
+        class Scaled(LlamaMLP):
+            def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+                return super().forward(x) * scale
+
+        model = tiny()
+        for layer in model.model.layers:
+            layer.mlp.__class__ = Scaled
+            layer.mlp.register_forward_pre_hook(lambda part, given: (*given, 2.0))
+        assert self.differs(model) < 1e-5
+
+    def test_a_forward_that_somebody_has_wrapped(self) -> None:
+        attention = modeling_llama.LlamaAttention
+
+        class Louder(attention):
+            @functools.wraps(attention.forward)
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                out, *rest = attention.forward(self, *args, **kwargs)
+                return out * 1.01, *rest
+
+        model = tiny()
+        for layer in model.model.layers:
+            layer.self_attn.__class__ = Louder
+        assert self.differs(model) < 1e-5
+
+    def test_weights_in_another_layout_or_dtype(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def change() -> None:
+            model.model.norm.weight.data = torch.linspace(-1, 1, 64)[::2]
+
+        model = tiny()
+        assert self.differs(model, change) < 1e-5
+        monkeypatch.setattr(module, "_is_slow", lambda dtype: dtype != torch.float32)
+        for before, after in ((torch.float32, torch.float64), (torch.bfloat16, torch.float32)):
+            model = tiny().to(before)
+            assert self.differs(model, functools.partial(model.to, after)) < 1e-5
+        model = tiny("qwen2").bfloat16()
+
+        def shift() -> None:
+            model.model.layers[0].self_attn.q_proj.bias.data = torch.linspace(-9, 9, 64).bfloat16()[::2]
+
+        assert self.differs(model, shift) < 2e-2
+
+    def test_quantized_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those that are tensors of another class say that they are in bfloat16, and point to nothing."""
+        monkeypatch.setattr(module, "_is_slow", lambda dtype: True)
+        model = tiny().bfloat16()
+        part = model.model.layers[0].mlp.up_proj
+        part.weight = nn.Parameter(Scaled8(part.weight.data), requires_grad=False)
+        assert part.weight.dtype == torch.bfloat16
+        assert fused_of(model).linear == (14, 14)
+        assert self.differs(model) < 2e-2
+        model.model.layers[1].mlp.gate_proj = Packed(model.model.layers[1].mlp.gate_proj)
+        runner = TransformersRunner(model, num_kv_blocks=4)
+        assert runner._bound.fused is not None and runner._bound.fused.gated == (2, 2)
+
+    def test_hooks_are_not_copied(self) -> None:
+        class Watcher:
+            def __deepcopy__(self, memo: Any) -> Any:
+                raise AssertionError("it may hold a model")
+
+            def see(self, *given: Any) -> None: ...
+
+        model = tiny()
+        for part in model.modules():
+            part.register_forward_hook(Watcher().see)
+        assert fused_of(model).norms == (5, 5)
+
+    def test_masked_logits_hide_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for mask in (-math.inf, torch.finfo(torch.float32).min):
+            model = tiny()
+            model.lm_head.register_forward_hook(lambda part, given, out, mask=mask: out.index_fill(-1, MASKED, mask))
+            assert optimized(bind(model)).fused is not None
+            with monkeypatch.context() as patch:
+                patch.setattr(module, "norm", lambda x, weight, *, eps, offset=0.0: x * 1.5)
+                patch.setattr(module, "_agree", lambda *given: True)
+                assert optimized(bind(model)).fused is None
+
+    def test_under_what_the_caller_has_set_up(self) -> None:
+        model = tiny().bfloat16()
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+            found = fused_of(model)
+        assert found[:3] == ((5, 5), (2, 2), (2, 2))
+
+    def test_inputs_that_do_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """They get what they would get without."""
+        monkeypatch.setattr(module, "_is_slow", lambda dtype: True)
+        bound = optimized(bind(tiny().bfloat16()))
+        normed, layer = bound.model.model.norm, bound.model.lm_head
+        x = spread(3, 32, dtype=torch.float32)
+        assert torch.equal(normed(x), LlamaRMSNorm.forward(normed, x))
+        for given in (x, x.bfloat16()[:, :16]):
+            with pytest.raises(RuntimeError):
+                layer(given)
+        with pytest.raises(TypeError):
+            normed(x.bfloat16(), None)
+        with pytest.raises(RuntimeError):
+            normed(spread(3, 64, dtype=torch.bfloat16))
+
+    def test_rotary_inputs_that_do_not_fit(self) -> None:
+        own = modeling_llama.apply_rotary_pos_emb
+        ours = module._turning(own)
+        query, key = spread(1, 3, 5, 8, dtype=torch.bfloat16), spread(1, 1, 5, 8, dtype=torch.bfloat16, seed=1)
+        waves = [spread(1, 5, 8, dtype=torch.bfloat16, seed=seed) for seed in (2, 3)]
+        two = torch.cat((query, key.expand(1, 3, 5, 8)))
+        square = spread(1, 5, 5, 8, dtype=torch.bfloat16)
+        by_width = [x.transpose(2, 3).contiguous().transpose(2, 3) for x in (query, key)]
+        for given in (
+            (query, key, *(wave.float() for wave in waves)),
+            (square, square, *waves, 2),
+            (two, two, *waves),
+            (*by_width, *waves),
+            (query[:, :, :1], key[:, :, :1], *waves),
+        ):
+            for got, want in zip(ours(*given), own(*given), strict=True):
+                assert got.dtype == want.dtype and got.shape == want.shape
+                torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-2)
+        got = ours(square, square, *waves, unsqueeze_dim=2)[0]
+        assert torch.equal(got, own(square, square, *waves, unsqueeze_dim=2)[0])
+
+
+MASKED = torch.tensor([0])
+
+
+class Packed(nn.Module):
+    """A linear layer as torch's own quantization has them: the weight is a method, and its state is no tensor."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._packed = (linear.weight.data,)
+
+    def weight(self) -> torch.Tensor:
+        return self._packed[0]
+
+    def get_extra_state(self) -> Any:
+        return self._packed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight())
+
+
+class Scaled8(torch.Tensor):
+    """A weight in 8 bits that passes for one in 16."""
+
+    @staticmethod
+    def __new__(cls, weight: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype, device="cpu")
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.scale = weight.abs().max() / 127
+        self.numbers = (weight / self.scale).round().to(torch.int8)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return args[0]
+        plain = [part.numbers * part.scale if isinstance(part, cls) else part for part in args]
+        return function(*plain, **(kwargs or {}))
 
 
 class TestRunner:
@@ -318,6 +568,19 @@ class TestRunner:
     def test_outputs_are_those_without(self, family: str) -> None:
         model = tiny(family)
         assert self.outputs(model) == self.outputs(model, optimize=False)
+
+    def test_nothing_is_held_after_the_end(self) -> None:
+        model = tiny()
+        held = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+        engine = Engine.from_model(model, num_kv_blocks=8)
+        gc.collect()
+        gc.disable()
+        try:
+            engine.close()
+            del engine, model
+            assert not [name for name, ref in held.items() if ref() is not None]
+        finally:
+            gc.enable()
 
     def test_off(self) -> None:
         assert TransformersRunner(tiny(), num_kv_blocks=4, optimize=False)._bound.fused is None

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import logging
 import types
 from collections.abc import Callable
@@ -52,8 +51,6 @@ _ALLOWED_ELSE = 1.0
 that two right ways differ by a half; those of another model would be off by 1.4."""
 _FOR_THREADS = 1 << 15
 """It costs more to wake threads than to go over fewer numbers."""
-_PANEL, _RUN = 64, 256
-"""At least as much as a piece of work of the kernel for linear layers: outputs, and inputs at a time."""
 _ROTARY = "apply_rotary_pos_emb"
 """What nearly all models of transformers call the function that turns queries and keys."""
 
@@ -89,7 +86,7 @@ def _function(name: str, dtype: torch.dtype) -> Any:
     """
     ints = (c_int64,) * 3
     arguments: dict[str, tuple[Any, ...]] = {
-        "norm": (c_void_p, c_void_p, c_void_p, *ints, c_float, c_float, c_int64),
+        "norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_float, c_int64),
         "gated": (c_void_p, c_void_p, c_void_p, *ints),
         "rotary": (*(c_void_p, c_void_p, *ints) * 2, c_void_p, c_void_p, *ints),
         "best": (c_void_p, c_void_p, c_void_p, *ints, c_int64),
@@ -97,6 +94,13 @@ def _function(name: str, dtype: torch.dtype) -> Any:
     }
     function = getattr(kernels("linear" if name == "linear" else "layers"), f"batchkit_{name}_{_NAMES[dtype]}")
     function.argtypes, function.restype = arguments[name], None
+    return function
+
+
+@functools.cache
+def _linear_floats() -> Any:
+    function = kernels("linear").batchkit_linear_floats
+    function.argtypes, function.restype = (c_int64,) * 3, c_int64
     return function
 
 
@@ -120,10 +124,9 @@ def norm(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float, offset: fl
     width = x.shape[-1]
     x = x.contiguous()
     out = torch.empty_like(x)
-    rows = x.numel() // width
     pointer = None if weight is None else weight.data_ptr()
     _function("norm", x.dtype)(
-        x.data_ptr(), pointer, out.data_ptr(), rows, width, width, eps, offset, _threads(x.numel())
+        x.data_ptr(), pointer, out.data_ptr(), x.numel() // width, width, eps, offset, _threads(x.numel())
     )
     return out
 
@@ -203,7 +206,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     rows = x.numel() // inputs
     out = x.new_empty(*x.shape[:-1], outputs)
     threads = _threads(outputs * inputs)
-    scratch = torch.empty(rows * inputs + threads * (rows + _RUN) * _PANEL, dtype=torch.float32, device="cpu")
+    scratch = torch.empty(_linear_floats()(rows, inputs, threads), dtype=torch.float32, device="cpu")
     _function("linear", x.dtype)(
         x.data_ptr(),
         weight.data_ptr(),
@@ -230,7 +233,11 @@ def optimized(bound: BoundModel) -> BoundModel:
     kernels("layers")
     before = bound.run_alone()
     fused, replaced = fuse(bound.model, bound.layers)
-    if replaced and not _is_alike(bound.run_alone(), before):
+    try:
+        is_alike = not replaced or _is_alike(bound.run_alone(), before)
+    except Exception:  # a module is called in a way that was not tried
+        is_alike = False
+    if not is_alike:
         for module in replaced:
             del module.forward
         logger.warning(
@@ -251,30 +258,57 @@ def fuse(model: nn.Module, attention: Iterable[nn.Module]) -> tuple[Fused, list[
         How many modules were replaced, and which.
     """
     trials = _Trials()
+    model_dtype = next(model.parameters()).dtype
     for module in model.modules():
         if "forward" in vars(module):  # somebody else has been here
             continue
+        weight: Any = getattr(module, "weight", None)
         if type(module).__name__.endswith("RMSNorm"):
             eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-            weight = getattr(module, "weight", None)
-            kind: Any = (type(module), eps, None if weight is None else (weight.dtype, weight.shape))
+            kind: Any = (_traits(module), (weight.dtype, weight.shape) if isinstance(weight, torch.Tensor) else None)
             trials.replace("norms", module, kind, functools.partial(_try_norm, module, eps))
         elif {"gate_proj", "up_proj", "down_proj", "act_fn"} <= module._modules.keys():
             act: Any = module.act_fn
-            dtype = getattr(module.gate_proj, "weight", torch.empty(0)).dtype
+            weight = getattr(module.gate_proj, "weight", None)
+            dtype = weight.dtype if isinstance(weight, torch.Tensor) else model_dtype
             if not (act._forward_hooks or act._forward_pre_hooks):
-                kind = (type(module), repr(act), dtype)
+                kind = (_traits(module), _traits(act), repr(act), dtype)
                 trials.replace("gated", module, kind, functools.partial(_try_gated, module, dtype))
-        elif type(module) is nn.Linear and _is_slow(module.weight.dtype):
+        elif type(module) is nn.Linear and _is_plain(weight) and _is_slow(module.weight.dtype):
             dtype = module.weight.dtype
             trials.replace("linear", module, (nn.Linear, dtype), functools.partial(_try_linear, dtype))
-    dtype = next(model.parameters()).dtype
     for module in attention:
-        turn = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get(_ROTARY)
+        turn = getattr(_unwrapped(type(module).forward), "__globals__", {}).get(_ROTARY)
         if turn is not None and "forward" not in vars(module):
-            trials.replace("rotary", module, (turn, dtype), functools.partial(_try_rotary, turn, dtype))
+            trials.replace("rotary", module, (turn, model_dtype), functools.partial(_try_rotary, turn, model_dtype))
     counts = {what: (sum(made), len(made)) for what, made in trials.made.items()}
     return Fused(**counts), trials.replaced
+
+
+def _traits(module: nn.Module) -> tuple[Any, ...]:
+    """What modules of one kind have in common: their class, and whatever attributes it has given them."""
+    own = vars(module).keys() - vars(nn.Module()).keys()
+    simple = (bool, int, float, str, type(None))
+    values = {name: vars(module)[name] for name in sorted(own)}
+    return (type(module), *((k, v if isinstance(v, simple) else id(v)) for k, v in values.items()))
+
+
+def _is_plain(weight: Any) -> bool:
+    """Whether the numbers of a weight are where it points to: those of quantized ones, for example, are not."""
+    return type(weight) in (torch.Tensor, nn.Parameter) and weight.layout == torch.strided
+
+
+def _has_state(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+
+
+def _unwrapped(function: Any) -> Any:
+    """A function without its decorators, if these are of transformers, which has them for names that are outdated."""
+    while hasattr(function, "__wrapped__"):
+        if not getattr(function, "__globals__", {}).get("__name__", "").startswith("transformers."):
+            return None
+        function = function.__wrapped__
+    return function
 
 
 class _Trials:
@@ -291,7 +325,7 @@ class _Trials:
             try:
                 # Not under what the caller has set up.
                 with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-                    torch.manual_seed(0)
+                    torch.default_generator.manual_seed(0)  # not those of other devices
                     with torch.inference_mode():
                         self._found[kind] = trial()
             except Exception:  # it is not what it looks like
@@ -306,7 +340,9 @@ class _Trials:
 def _is_alike(logits: torch.Tensor, before: torch.Tensor) -> bool:
     """Whether logits are those of the same model: the length of the difference, as a part of what they vary by."""
     allowed = _ALLOWED.get(before.dtype, _ALLOWED_ELSE)
-    after, before = logits.double().nan_to_num(), before.double().nan_to_num()
+    # Without those of tokens that the model masks, beside which all else would be nothing.
+    seen = before.isfinite() & (before > torch.finfo(before.dtype).min / 2)
+    after, before = logits[seen].double(), before[seen].double()
     return float((after - before).square().mean()) <= allowed**2 * float(before.var())
 
 
@@ -330,23 +366,25 @@ def _agree(ours: Callable[[torch.dtype], Any], own: Callable[[torch.dtype], Any]
 
 def _try_norm(module: Any, eps: Any) -> _Make | None:
     """How a module of this kind is replaced; None if it is not."""
-    weight = getattr(module, "weight", None)
-    if weight is None or weight.dim() != 1 or weight.dtype not in _NAMES or not isinstance(eps, float):
+    weight: Any = getattr(module, "weight", None)
+    if not _is_plain(weight) or weight.dim() != 1 or weight.dtype not in _NAMES or not isinstance(eps, float):
+        return None
+    if module._parameters.keys() != {"weight"} or module._buffers or module._modules:  # which may change what it does
         return None
     weights = torch.randn(weight.shape)
     # Of such sizes that the mean square is as small as eps, and much larger.
     x = torch.randn(32, 3, len(weights)) * torch.tensor([[1e-3], [1.0], [30.0]])
 
     def own(dtype: torch.dtype) -> torch.Tensor:
-        probe = copy.deepcopy(module).to(dtype)
-        probe.weight.copy_(weights)
+        probe = copy.copy(module)  # a deep copy would copy what its hooks hold
+        probe._parameters = {"weight": nn.Parameter(weights.to(dtype), requires_grad=False)}
         result: torch.Tensor = type(module).forward(probe, x.to(dtype))
         return result
 
     for offset in (0.0, 1.0):
         ours = functools.partial(_norm_of, x, weights, eps=eps, offset=offset)
         if _agree(ours, own, weight.dtype):
-            return functools.partial(_norm_forward, eps=eps, offset=offset)
+            return functools.partial(_norm_forward, dtype=weight.dtype, eps=eps, offset=offset)
     return None
 
 
@@ -354,12 +392,13 @@ def _norm_of(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, **more: 
     return norm(x.to(dtype), weight.to(dtype), **more)
 
 
-def _norm_forward(module: Any, *, eps: float, offset: float) -> Callable[..., Any]:
+def _norm_forward(module: Any, *, dtype: torch.dtype, eps: float, offset: float) -> Callable[..., Any]:
     plain = types.MethodType(type(module).forward, module)
 
     def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         weight = module.weight
-        if args or kwargs or x.dtype != weight.dtype:
+        fits = x.dtype == weight.dtype == dtype and x.shape[-1:] == weight.shape and weight.is_contiguous()
+        if args or kwargs or not fits:
             return plain(x, *args, **kwargs)
         return norm(x, weight, eps=eps, offset=offset)
 
@@ -370,7 +409,11 @@ def _try_gated(module: nn.Module, dtype: torch.dtype) -> _Make | None:
     if dtype not in _NAMES:
         return None
     linear = {"gate_proj": nn.Linear(16, 24), "up_proj": nn.Linear(16, 24), "down_proj": nn.Linear(24, 16)}
+    others = [part for name, part in module.named_children() if name not in linear]
+    if module._parameters or module._buffers or any(map(_has_state, others)):  # which may change what it does
+        return None
     x = 4 * torch.randn(2, 40, 16)
+    far = 1000 * x  # beyond where some activations are cut off
 
     def probe(dtype: torch.dtype) -> nn.Module:
         """The module with small projections."""
@@ -378,23 +421,30 @@ def _try_gated(module: nn.Module, dtype: torch.dtype) -> _Make | None:
         made._modules = {**module._modules, **{name: copy.deepcopy(part).to(dtype) for name, part in linear.items()}}
         return made
 
-    def own(dtype: torch.dtype) -> torch.Tensor:
+    def own(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         result: torch.Tensor = type(module).forward(probe(dtype), x.to(dtype))
         return result
 
-    def ours(make: _Make, dtype: torch.dtype) -> torch.Tensor:
-        result: torch.Tensor = make(probe(dtype))(x.to(dtype))
+    def ours(make: Callable[..., Any], x: torch.Tensor, each: torch.dtype) -> torch.Tensor:
+        result: torch.Tensor = make(probe(each), dtype=each)(x.to(each))
         return result
 
     for activation in (_SILU, _GELU_TANH):
         make = functools.partial(_gated_forward, activation=activation)
-        if _agree(functools.partial(ours, make), own, dtype):
-            return make
+        if all(
+            _agree(functools.partial(ours, make, given), functools.partial(own, given), each)
+            for given, each in ((x, dtype), (far, torch.float32))
+        ):
+            return functools.partial(make, dtype=dtype)
     return None
 
 
-def _gated_forward(module: Any, *, activation: int) -> Callable[..., Any]:
-    def forward(x: torch.Tensor) -> Any:
+def _gated_forward(module: Any, *, dtype: torch.dtype, activation: int) -> Callable[..., Any]:
+    plain = types.MethodType(type(module).forward, module)
+
+    def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or x.dtype != dtype:
+            return plain(x, *args, **kwargs)
         gate, up = module.gate_proj(x), module.up_proj(x)
         return module.down_proj(gated(gate, up, activation))
 
@@ -414,15 +464,19 @@ def _try_linear(dtype: torch.dtype) -> _Make | None:
         # It has no float32, of which there is nothing to find out.
         return linear(x.to(each), module.weight.to(each), module.bias.to(each)) if each == dtype else own(each)
 
-    return _linear_forward if _agree(ours, own, dtype) else None
+    return functools.partial(_linear_forward, dtype=dtype) if _agree(ours, own, dtype) else None
 
 
-def _linear_forward(module: Any) -> Callable[..., Any]:
+def _linear_forward(module: Any, *, dtype: torch.dtype) -> Callable[..., Any]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         weight, bias = module.weight, module.bias
-        if x.dtype != weight.dtype or not weight.is_contiguous():
-            return nn.functional.linear(x, weight, bias)
-        return linear(x, weight, bias)
+        fits = (
+            x.dtype == weight.dtype == dtype
+            and x.shape[-1] == weight.shape[1]
+            and weight.is_contiguous()
+            and (bias is None or (bias.dtype == dtype and bias.is_contiguous()))
+        )
+        return linear(x, weight, bias) if fits else nn.functional.linear(x, weight, bias)
 
     return forward
 
@@ -466,7 +520,7 @@ def _turning(turn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _attention_forward(module: nn.Module, *, turn: Callable[..., Any]) -> Callable[..., Any]:
     """The module's own ``forward``, for which `_ROTARY` is another function."""
-    own = inspect.unwrap(type(module).forward)
+    own = _unwrapped(type(module).forward)
     assert isinstance(own, types.FunctionType)
     made = types.FunctionType(
         own.__code__, {**own.__globals__, _ROTARY: turn}, own.__name__, own.__defaults__, own.__closure__

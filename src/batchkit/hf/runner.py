@@ -323,12 +323,16 @@ class TransformersRunner(ModelRunner):
     @override
     def close(self) -> None:
         self.drop_caches()
+        if self._bound is not None:
+            for module in self._bound.model.modules():
+                vars(module).pop("forward", None)  # it holds its module, and both would hold weights until collected
         self._bound = self._pool = self._backend = self._graphs = None
 
 
 def _optimized(bound: BoundModel) -> BoundModel:
     """With fused layers, if all of the model is on a CPU that can have them."""
-    if any(tensor.device.type != "cpu" for tensor in bound.model.state_dict().values()):
+    model = bound.model
+    if any(tensor.device.type != "cpu" for tensors in (model.parameters(), model.buffers()) for tensor in tensors):
         return bound
     try:
         return optimized(bound)

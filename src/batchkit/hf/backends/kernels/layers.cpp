@@ -19,14 +19,13 @@ inline void store1(T *to, float x) {
     *to = lanes[0];
 }
 
-// out = x / sqrt(mean of x squared + eps) * (weight + offset). x is [rows, width], a row every `stride` elements; weight is
-// [width], or null.
+// out = x / sqrt(mean of x squared + eps) * (weight + offset). x is [rows, width]; weight is [width], or null.
 template <class T>
-void norm(const T *x, const T *weight, T *out, int64_t rows, int64_t width, int64_t stride, float eps, float offset,
+void norm(const T *x, const T *weight, T *out, int64_t rows, int64_t width, float eps, float offset,
           int64_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads)
     for (int64_t row = 0; row < rows; row++) {
-        const T *const from = x + row * stride;
+        const T *const from = x + row * width;
         T *const to = out + row * width;
         Vec sums[4] = {};
         int64_t i = 0;
@@ -148,9 +147,9 @@ void best(const T *logits, int64_t *found, float *value, int64_t rows, int64_t w
 }  // namespace
 
 #define ENTRIES(T, name)                                                                                            \
-    void batchkit_norm_##name(const T *x, const T *weight, T *out, int64_t rows, int64_t width, int64_t stride,     \
-                              float eps, float offset, int64_t num_threads) {                                       \
-        norm(x, weight, out, rows, width, stride, eps, offset, num_threads);                                        \
+    void batchkit_norm_##name(const T *x, const T *weight, T *out, int64_t rows, int64_t width, float eps,          \
+                              float offset, int64_t num_threads) {                                                  \
+        norm(x, weight, out, rows, width, eps, offset, num_threads);                                                \
     }                                                                                                               \
     void batchkit_gated_##name(const T *gate, const T *up, T *out, int64_t count, int64_t activation,               \
                                int64_t num_threads) {                                                               \

@@ -134,7 +134,7 @@ inline void finish(const float *sums, const T *bias, int64_t n, T *out) {
 }
 
 // out[rows, outputs] = x[rows, inputs] weights[outputs, inputs] transposed, plus bias[outputs], which may be null.
-// `scratch` holds rows * inputs floats, and for each thread RUN * PANEL + rows * PANEL.
+// `scratch` holds the rows as floats, and for each thread RUN * PANEL weights and rows * PANEL sums.
 template <class T>
 void linear(const T *x, const T *weights, const T *bias, T *out, int64_t rows, int64_t inputs, int64_t outputs,
             float *scratch, int64_t num_threads) {
@@ -166,6 +166,11 @@ void linear(const T *x, const T *weights, const T *bias, T *out, int64_t rows, i
 }  // namespace
 
 extern "C" {
+
+// How many floats of scratch memory a call needs.
+int64_t batchkit_linear_floats(int64_t rows, int64_t inputs, int64_t num_threads) {
+    return rows * inputs + num_threads * (RUN + rows) * PANEL;
+}
 
 void batchkit_linear_bfloat16(const bfloat16 *x, const bfloat16 *weights, const bfloat16 *bias, bfloat16 *out,
                               int64_t rows, int64_t inputs, int64_t outputs, float *scratch, int64_t num_threads) {
