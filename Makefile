@@ -88,7 +88,7 @@ model: $(MODEL)/config.json
 
 # --- use --------------------------------------------------------------------------------------------------------
 
-# float32: the same tokens under every policy, and on a CPU without bf16 units faster than bf16.
+# float32: the same tokens under every policy.
 demo: env model
 	@mkdir -p $(dir $(DEMO_OUT))
 	$(BIN)/batchkit generate examples/prompts.jsonl -o $(DEMO_OUT) --model $(MODEL) --scheduler chunked --dtype float32 --overwrite

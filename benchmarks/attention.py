@@ -1,6 +1,6 @@
 """What attention costs on the CPU: the backends in turn, beside the time that reading the KV takes at least.
 
-    python benchmarks/attention.py [--backends cpu reference --dtypes float32 bfloat16 --batches 1 64 --contexts 1024]
+    python benchmarks/attention.py [--backends cpu,reference --dtypes float32 --batches 1,64 --contexts 1024]
 
 Every layer has its own pool, as in a model, so that a layer's KV is in no cache when its turn comes; where the pools
 would take more than --memory, fewer of them take several layers' turns. Block tables are scattered. A layer writes its
@@ -21,6 +21,16 @@ from batchkit.hf.backends import choose_backend
 from batchkit.hf.backends.base import AttentionBackend, LayerSpec
 from batchkit.hf.backends.trial import TrialStep, make_step
 from batchkit.sizes import parse_bytes
+
+
+def listed(text: str) -> list[str]:
+    """What stands between commas."""
+    return [part for part in text.split(",") if part]
+
+
+def numbers(text: str) -> list[int]:
+    """Numbers between commas."""
+    return [int(part) for part in listed(text)]
 
 
 def read_rate() -> float:
@@ -75,10 +85,10 @@ def run(backend: AttentionBackend, steps: Sequence[TrialStep]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backends", nargs="+", default=["cpu", "reference"], help="ratios are to the first one")
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 64, 128])
-    parser.add_argument("--contexts", type=int, nargs="*", default=[200, 1024])
+    parser.add_argument("--backends", type=listed, default=["cpu", "reference"], help="ratios are to the first one")
+    parser.add_argument("--dtypes", type=listed, default=["float32", "bfloat16"])
+    parser.add_argument("--batches", type=numbers, default=[1, 16, 64, 128])
+    parser.add_argument("--contexts", type=numbers, default=[200, 1024])
     parser.add_argument("--prompts", nargs="*", default=["16x128", "1x2048"], help="rows x tokens")
     parser.add_argument("--layers", type=int, default=30)
     parser.add_argument("--heads", type=int, default=9)

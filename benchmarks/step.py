@@ -6,7 +6,8 @@ attention (with the writing of K and V), linear layers, what else the model comp
 the engine's bookkeeping and text.
 
 Three floors stand beside it: the time in which the weights can be read once, the same with the KV of the rows, and the
-linear layers alone on as many rows, one after the other. Reading is measured here, by summing what no cache can hold.
+linear layers alone on as many rows, as they are computed in the step, one after the other. Reading is measured here, by
+summing what no cache can hold.
 
     python benchmarks/step.py --model .cache/smollm2 [--dtype float32 --batches 1,16 --context 200 --json FILE]
 """
@@ -34,6 +35,7 @@ from attention import read_rate
 from batchkit import ChunkedPrefillScheduler, Engine, PagedAllocator, SamplingParams, StepReport
 from batchkit.hf.attention import bind
 from batchkit.hf.backends import NAMES, choose_backend
+from batchkit.hf.fused import optimized
 from batchkit.hf.kv_pool import block_bytes
 from batchkit.hf.runner import TransformersRunner
 
@@ -207,8 +209,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
+    transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
-    layers = list(bind(model).layers.values())
+    bound = optimized(bind(model))
+    layers = list(bound.layers.values())
     kv_bytes = sum(block_bytes(layers, 1).values())
     name = choose_backend(args.attention, layers, type(model).__name__, block_size=args.block_size).name
     weights = sum(module.weight.numel() * module.weight.itemsize for module in linear_layers(model))
@@ -227,7 +231,7 @@ def main() -> None:
     for rows in map(int, args.batches.split(",")):
         got = measure(model, rows, args)
         kv = rows * args.context * kv_bytes / bandwidth
-        linear = linear_alone(model, rows)
+        linear = linear_alone(bound.model, rows)
         tokens = rows * (args.context - args.steps // 2 - WARM_STEPS)
         whole = sum(got.shares.values())
         print(

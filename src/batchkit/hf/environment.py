@@ -19,23 +19,28 @@ _GIB = 1 << 30
 
 def describe() -> list[tuple[str, str]]:
     """Names and what is to be said of each, for people."""
-    on_cuda, on_cpu = (", else ".join(kind.name for kind in kinds) for kinds in (AUTOMATIC, ON_CPU))
+    has_kernels, found = _cpu_kernels()
+    on_cuda = ", else ".join(kind.name for kind in AUTOMATIC)
+    on_cpu = ", else ".join(kind.name for kind in ON_CPU) if has_kernels else "reference"
     return [
         ("torch CPU", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),
         ("torch CUDA", torch.version.cuda or "built without"),
         *(("device", text) for text in _devices()),
         ("default device", default_device()),
-        ("CPU kernels", _cpu_kernels()),
+        ("CPU kernels", found),
         ("attention", f"{on_cpu} on CPUs, {on_cuda} on CUDA devices, where it computes a model right; else reference"),
     ]
 
 
-def _cpu_kernels() -> str:
+def _cpu_kernels() -> tuple[bool, str]:
+    """Whether there are any, and what is to be said of them."""
     try:
         kernels("attention")
     except BuildError as error:
-        return f"none: {error}"
-    return f"compiled, in {cache_folder()}"
+        return False, f"none: {error}"
+    if any(cache_folder().glob("attention-*.so")):
+        return True, f"compiled, in {cache_folder()}"
+    return True, f"compiled anew in every process: they cannot be kept in {cache_folder()}"
 
 
 def limit_threads() -> None:

@@ -66,7 +66,8 @@ class Fused(NamedTuple):
     @override
     def __str__(self) -> str:
         names = ("norms", "gated activations", "rotary positions of layers", "linear layers in 16 bits")
-        return ", ".join(f"{some} of {all_} {name}" for (some, all_), name in zip(self, names, strict=True))
+        parts = [f"{some} of {all_} {name}" for (some, all_), name in zip(self, names, strict=True) if all_]
+        return ", ".join(parts) or "nothing: it has nothing of the kind"
 
 
 @functools.cache

@@ -124,7 +124,11 @@ def _load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
             _build(command, source, kept)
             return _open(kept)
     except OSError as error:
-        logger.debug("%s cannot be kept: %s", kept, error)
+        logger.warning(
+            "kernels cannot be kept in %s, and are compiled in every process: BATCHKIT_CACHE names another folder (%s)",
+            kept.parent,
+            error,
+        )
         with tempfile.TemporaryDirectory() as folder:
             kept = Path(folder, name)
             _build(command, source, kept)
