@@ -18,6 +18,7 @@ constexpr int64_t PANEL = 4 * LANES;
 constexpr int64_t RUN = 256;
 constexpr int64_t ROWS = LANES == 16 ? 12 : 6;  // of a tile that is two vectors wide
 constexpr int64_t WIDE = LANES == 16 ? 6 : 3;   // of one that is a panel wide
+constexpr int64_t AHEAD = 4096;                 // bytes, of weights that are asked for early
 constexpr int64_t FEW = 8;                      // rows for which weights are not turned
 
 // c[rows, PANEL] += a[rows, k] b[k, PANEL], R rows at a time, then fewer.
@@ -79,6 +80,9 @@ inline void turn_weights(const T *weights, int64_t stride, int64_t outputs, int6
     }
 }
 
+// GCC may take away a function that does nothing else, hence the assembly.
+inline void prefetch(const void *at) { asm volatile("prefetcht0 %0" : : "m"(*(const char *)at)); }
+
 // c[R, outputs] = x[R, k] weights[outputs, k] transposed, a row of c every PANEL.
 template <int64_t R, class T>
 inline void dots(const float *x, const T *weights, int64_t outputs, int64_t k, float *c) {
@@ -89,7 +93,9 @@ inline void dots(const float *x, const T *weights, int64_t outputs, int64_t k, f
         int64_t i = 0;
         for (; i + LANES <= k; i += LANES)
             for (int64_t j = 0; j < N; j++) {
-                const Vec w = load(weights + (n + j) * k + i);
+                const T *const at = weights + (n + j) * k + i;
+                prefetch(at + AHEAD / (int64_t)sizeof(T));
+                const Vec w = load(at);
                 for (int64_t r = 0; r < R; r++) acc[j][r] += w * load(x + r * k + i);
             }
         for (int64_t j = 0; j < N; j++)
