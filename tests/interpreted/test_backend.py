@@ -67,8 +67,10 @@ def test_one_kernel_writes_keys_and_values(width, value_width, dtype) -> None:
 
 @pytest.mark.parametrize("pointer", ["*fp16", "*bf16", "*fp32"])
 def test_the_kernel_that_writes_compiles_for_a_gpu(pointer, tmp_path) -> None:
-    """The interpreter runs it as Python, and takes what the compiler refuses. That needs no device, but a process in which
-    nothing has been interpreted."""
+    """The interpreter runs it as Python, and takes what the compiler refuses.
+
+    The compiler needs no device, but a process in which nothing has been interpreted.
+    """
     code = f"""
 import triton
 from triton.backends.compiler import GPUTarget
