@@ -26,7 +26,8 @@ import batchkit.hf.fused as module
 from batchkit import Engine, SamplingParams
 from batchkit.hf.attention import bind
 from batchkit.hf.backends.native import BuildError, kernels
-from batchkit.hf.fused import Fused, best, fuse, gated, linear, norm, optimized, rotary
+from batchkit.hf.fused import Fused, fuse, optimized
+from batchkit.hf.layer_kernels import GELU_TANH, SILU, best, gated, linear, norm, rotary
 from batchkit.hf.runner import TransformersRunner
 from tiny_models import tiny
 
@@ -81,8 +82,8 @@ class TestKernels:
     def test_gated(self, dtype: torch.dtype, width: int) -> None:
         gate, up = spread(3, width, dtype=dtype, scale=4), spread(3, width, dtype=dtype, seed=1)
         for activation, function in (
-            (module._SILU, nn.functional.silu),
-            (module._GELU_TANH, lambda x: nn.functional.gelu(x, approximate="tanh")),
+            (SILU, nn.functional.silu),
+            (GELU_TANH, lambda x: nn.functional.gelu(x, approximate="tanh")),
         ):
             check(gated(gate, up, activation), function(gate.double()) * up.double(), dtype)
 
@@ -90,10 +91,10 @@ class TestKernels:
         top = float(torch.finfo(dtype).max)
         gate = torch.tensor([0.0, -0.0, 1e-7, 30, -30, 88, -88, 1000, -1000, top, -top, math.inf], dtype=dtype)
         one = torch.ones_like(gate)
-        got = gated(gate, one, module._SILU)
+        got = gated(gate, one, SILU)
         assert torch.equal(got.isnan(), torch.zeros_like(got, dtype=torch.bool))
         torch.testing.assert_close(got.float(), nn.functional.silu(gate.float()), rtol=1e-2, atol=1e-6)
-        assert gated(torch.full_like(gate, math.nan), one, module._SILU).isnan().all()
+        assert gated(torch.full_like(gate, math.nan), one, SILU).isnan().all()
 
     @pytest.mark.parametrize("width", [2, 6, 8, 16, 24, 64, 80, 128])
     def test_rotary(self, dtype: torch.dtype, width: int) -> None:

@@ -18,7 +18,6 @@ import functools
 import logging
 import types
 from collections.abc import Callable
-from ctypes import c_float, c_int64, c_void_p
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,6 +26,7 @@ from torch import nn
 from typing_extensions import override
 
 from .backends.native import kernels
+from .layer_kernels import DTYPES, GELU_TANH, SILU, gated, linear, norm, rotary
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,13 +35,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batchkit")
 
-__all__ = ["Fused", "best", "fuse", "gated", "linear", "norm", "optimized", "rotary"]
+__all__ = ["Fused", "fuse", "optimized"]
 
 _Make = Callable[[nn.Module], Callable[..., Any]]
 """Gives the ``forward`` of a module."""
 
-_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_SILU, _GELU_TANH = 0, 1
 _SLACK = 8.0
 """How far a kernel may be from a module besides, in epsilons of float32: sums have other partial sums, and functions
 other polynomials."""
@@ -49,8 +47,6 @@ _ALLOWED = {torch.float32: 1e-2, torch.float64: 1e-2}
 _ALLOWED_ELSE = 1.0
 """How far the logits of a model may be from those before. In half precision thirty layers make much of a rounding, so
 that two right ways differ by a half; those of another model would be off by 1.4."""
-_FOR_THREADS = 1 << 15
-"""It costs more to wake threads than to go over fewer numbers."""
 _ROTARY = "apply_rotary_pos_emb"
 """What nearly all models of transformers call the function that turns queries and keys."""
 
@@ -76,153 +72,6 @@ def _is_slow(dtype: torch.dtype) -> bool:
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
     is_fast = None if name is None else getattr(torch.ops.mkldnn, name, None)
     return is_fast is not None and not is_fast()
-
-
-@functools.cache
-def _function(name: str, dtype: torch.dtype) -> Any:
-    """A kernel for a dtype.
-
-    Raises:
-        BuildError: this machine cannot have it.
-    """
-    ints = (c_int64,) * 3
-    arguments: dict[str, tuple[Any, ...]] = {
-        "norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_float, c_int64),
-        "gated": (c_void_p, c_void_p, c_void_p, *ints),
-        "rotary": (*(c_void_p, c_void_p, *ints) * 2, c_void_p, c_void_p, *ints),
-        "best": (c_void_p, c_void_p, c_void_p, *ints, c_int64),
-        "linear": (c_void_p, c_void_p, c_void_p, c_void_p, *ints, c_void_p, c_int64),
-    }
-    function = getattr(kernels("linear" if name == "linear" else "layers"), f"batchkit_{name}_{_NAMES[dtype]}")
-    function.argtypes, function.restype = arguments[name], None
-    return function
-
-
-@functools.cache
-def _linear_floats() -> Any:
-    function = kernels("linear").batchkit_linear_floats
-    function.argtypes, function.restype = (c_int64,) * 3, c_int64
-    return function
-
-
-def _threads(numbers: int) -> int:
-    """All or one: OpenMP ends threads when it is asked for fewer than before, and starts them anew when for more."""
-    return torch.get_num_threads() if numbers >= _FOR_THREADS else 1
-
-
-# --- the kernels ------------------------------------------------------------------------------------------------------
-
-
-def norm(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float, offset: float = 0.0) -> torch.Tensor:
-    """``x`` divided by the root of its mean square, times ``weight + offset``: RMSNorm (Zhang, Sennrich, 2019).
-
-    Args:
-        x: [..., width].
-        weight: [width], of the same dtype; None: ones.
-        eps: is added to the mean square.
-        offset: of the weights.
-    """
-    width = x.shape[-1]
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    pointer = None if weight is None else weight.data_ptr()
-    _function("norm", x.dtype)(
-        x.data_ptr(), pointer, out.data_ptr(), x.numel() // width, width, eps, offset, _threads(x.numel())
-    )
-    return out
-
-
-def gated(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
-    """The activation of ``gate``, times ``up``; of one shape and dtype."""
-    gate, up = gate.contiguous(), up.contiguous()
-    out = torch.empty_like(gate)
-    count = gate.numel()
-    _function("gated", gate.dtype)(gate.data_ptr(), up.data_ptr(), out.data_ptr(), count, activation, _threads(count))
-    return out
-
-
-def rotary(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys turned by their positions: RoPE (Su et al., 2021), with halves of a head as pairs.
-
-    Args:
-        query: [1, heads, T, width].
-        key: [1, KV heads, T, width].
-        cos: [1, T, width].
-        sin: [1, T, width].
-
-    Returns:
-        The same shapes. Heads of a token are side by side in memory, as attention wants them.
-    """
-    tokens, width = query.shape[2], query.shape[3]
-    sides: list[Any] = []
-    turned = []
-    for x in (query, key):
-        out = x.new_empty(1, tokens, x.shape[1], width).transpose(1, 2)
-        sides += (x.data_ptr(), out.data_ptr(), x.shape[1], x.stride(2), x.stride(1))
-        turned.append(out)
-    cos, sin = cos.contiguous(), sin.contiguous()
-    threads = _threads(query.numel() + key.numel())
-    _function("rotary", query.dtype)(*sides, cos.data_ptr(), sin.data_ptr(), tokens, width, threads)
-    return turned[0], turned[1]
-
-
-def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row the highest logit, in float32, and the first index that has it; of NaN the first, as `torch.max`.
-
-    Args:
-        logits: [rows, V], on the CPU.
-    """
-    if logits.dtype not in _NAMES:
-        values, found = logits.max(dim=-1)
-        return values.float(), found
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    rows, width = logits.shape
-    values = torch.empty(rows, dtype=torch.float32, device="cpu")
-    found = torch.empty(rows, dtype=torch.int64, device="cpu")
-    _function("best", logits.dtype)(
-        logits.data_ptr(),
-        found.data_ptr(),
-        values.data_ptr(),
-        rows,
-        width,
-        logits.stride(0),
-        _threads(logits.numel()),
-    )
-    return values, found
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `torch.nn.functional.linear`, in bfloat16 and float16.
-
-    Args:
-        x: [..., inputs].
-        weight: [outputs, inputs], contiguous.
-        bias: [outputs].
-    """
-    outputs, inputs = weight.shape
-    x = x.contiguous()
-    rows = x.numel() // inputs
-    out = x.new_empty(*x.shape[:-1], outputs)
-    threads = _threads(outputs * inputs)
-    scratch = torch.empty(_linear_floats()(rows, inputs, threads), dtype=torch.float32, device="cpu")
-    _function("linear", x.dtype)(
-        x.data_ptr(),
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        rows,
-        inputs,
-        outputs,
-        scratch.data_ptr(),
-        threads,
-    )
-    return out
-
-
-# --- modules ----------------------------------------------------------------------------------------------------------
 
 
 def optimized(bound: BoundModel) -> BoundModel:
@@ -368,7 +217,7 @@ def _agree(ours: Callable[[torch.dtype], Any], own: Callable[[torch.dtype], Any]
 def _try_norm(module: Any, eps: Any) -> _Make | None:
     """How a module of this kind is replaced; None if it is not."""
     weight: Any = getattr(module, "weight", None)
-    if not _is_plain(weight) or weight.dim() != 1 or weight.dtype not in _NAMES or not isinstance(eps, float):
+    if not _is_plain(weight) or weight.dim() != 1 or weight.dtype not in DTYPES or not isinstance(eps, float):
         return None
     if module._parameters.keys() != {"weight"} or module._buffers or module._modules:  # which may change what it does
         return None
@@ -407,7 +256,7 @@ def _norm_forward(module: Any, *, dtype: torch.dtype, eps: float, offset: float)
 
 
 def _try_gated(module: nn.Module, dtype: torch.dtype) -> _Make | None:
-    if dtype not in _NAMES:
+    if dtype not in DTYPES:
         return None
     linear = {"gate_proj": nn.Linear(16, 24), "up_proj": nn.Linear(16, 24), "down_proj": nn.Linear(24, 16)}
     others = [part for name, part in module.named_children() if name not in linear]
@@ -430,7 +279,7 @@ def _try_gated(module: nn.Module, dtype: torch.dtype) -> _Make | None:
         result: torch.Tensor = make(probe(each), dtype=each)(x.to(each))
         return result
 
-    for activation in (_SILU, _GELU_TANH):
+    for activation in (SILU, GELU_TANH):
         make = functools.partial(_gated_forward, activation=activation)
         if all(
             _agree(functools.partial(ours, make, given), functools.partial(own, given), each)
@@ -483,7 +332,7 @@ def _linear_forward(module: Any, *, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 def _try_rotary(turn: Callable[..., Any], dtype: torch.dtype) -> _Make | None:
-    if dtype not in _NAMES:
+    if dtype not in DTYPES:
         return None
     tokens, width = 5, 24
     heads = [torch.randn(1, tokens, count, width).transpose(1, 2) for count in (3, 2)]
@@ -510,7 +359,7 @@ def _turning(turn: Callable[..., Any]) -> Callable[..., Any]:
             and query.shape[0] == key.shape[0] == 1
             and query.shape[2:] == key.shape[2:]
             and query.dtype == key.dtype == cos.dtype == sin.dtype
-            and query.dtype in _NAMES
+            and query.dtype in DTYPES
             and query.stride(3) == key.stride(3) == 1
             and query.shape[3] % 2 == 0
         )

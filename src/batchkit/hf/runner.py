@@ -21,10 +21,11 @@ from .backends import block_size_for, choose_backend
 from .backends.base import to_device
 from .backends.native import BuildError
 from .batch import BatchBuilder
-from .fused import best, optimized
+from .fused import optimized
 from .grammar import Grammars
 from .graphs import DEVICES, DecodeGraphs
 from .kv_pool import KVPool, block_bytes, num_blocks_for
+from .layer_kernels import best
 from .sampler import Sampler
 from .scoring import passes, score, scored_positions
 

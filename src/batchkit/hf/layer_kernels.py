@@ -1,0 +1,164 @@
+"""The kernels for layers of a model on CPUs, called with tensors (`backends/kernels/layers.cpp`, `linear.cpp`).
+
+Each takes what it says and checks nothing: `fused` decides where they are used.
+"""
+
+from __future__ import annotations
+
+import functools
+from ctypes import c_float, c_int64, c_void_p
+from typing import Any
+
+import torch
+
+from .backends.native import kernels
+
+__all__ = ["DTYPES", "GELU_TANH", "SILU", "best", "gated", "linear", "norm", "rotary"]
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+"""What the kernels take, and how their names end."""
+SILU, GELU_TANH = 0, 1
+"""Activations of `gated`."""
+_FOR_THREADS = 1 << 15
+"""It costs more to wake threads than to go over fewer numbers."""
+
+
+@functools.cache
+def _function(name: str, dtype: torch.dtype) -> Any:
+    """A kernel for a dtype.
+
+    Raises:
+        BuildError: this machine cannot have it.
+    """
+    ints = (c_int64,) * 3
+    arguments: dict[str, tuple[Any, ...]] = {
+        "norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_float, c_float, c_int64),
+        "gated": (c_void_p, c_void_p, c_void_p, *ints),
+        "rotary": (*(c_void_p, c_void_p, *ints) * 2, c_void_p, c_void_p, *ints),
+        "best": (c_void_p, c_void_p, c_void_p, *ints, c_int64),
+        "linear": (c_void_p, c_void_p, c_void_p, c_void_p, *ints, c_void_p, c_int64),
+    }
+    function = getattr(kernels("linear" if name == "linear" else "layers"), f"batchkit_{name}_{DTYPES[dtype]}")
+    function.argtypes, function.restype = arguments[name], None
+    return function
+
+
+@functools.cache
+def _linear_floats() -> Any:
+    function = kernels("linear").batchkit_linear_floats
+    function.argtypes, function.restype = (c_int64,) * 3, c_int64
+    return function
+
+
+def _threads(numbers: int) -> int:
+    """All or one: OpenMP ends threads when it is asked for fewer than before, and starts them anew when for more."""
+    return torch.get_num_threads() if numbers >= _FOR_THREADS else 1
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float, offset: float = 0.0) -> torch.Tensor:
+    """``x`` divided by the root of its mean square, times ``weight + offset``: RMSNorm (Zhang, Sennrich, 2019).
+
+    Args:
+        x: [..., width].
+        weight: [width], of the same dtype; None: ones.
+        eps: is added to the mean square.
+        offset: of the weights.
+    """
+    width = x.shape[-1]
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    pointer = None if weight is None else weight.data_ptr()
+    _function("norm", x.dtype)(
+        x.data_ptr(), pointer, out.data_ptr(), x.numel() // width, width, eps, offset, _threads(x.numel())
+    )
+    return out
+
+
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor:
+    """The activation of ``gate``, times ``up``; of one shape and dtype."""
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    count = gate.numel()
+    _function("gated", gate.dtype)(gate.data_ptr(), up.data_ptr(), out.data_ptr(), count, activation, _threads(count))
+    return out
+
+
+def rotary(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries and keys turned by their positions: RoPE (Su et al., 2021), with halves of a head as pairs.
+
+    Args:
+        query: [1, heads, T, width].
+        key: [1, KV heads, T, width].
+        cos: [1, T, width].
+        sin: [1, T, width].
+
+    Returns:
+        The same shapes. Heads of a token are side by side in memory, as attention wants them.
+    """
+    tokens, width = query.shape[2], query.shape[3]
+    sides: list[Any] = []
+    turned = []
+    for x in (query, key):
+        out = x.new_empty(1, tokens, x.shape[1], width).transpose(1, 2)
+        sides += (x.data_ptr(), out.data_ptr(), x.shape[1], x.stride(2), x.stride(1))
+        turned.append(out)
+    cos, sin = cos.contiguous(), sin.contiguous()
+    threads = _threads(query.numel() + key.numel())
+    _function("rotary", query.dtype)(*sides, cos.data_ptr(), sin.data_ptr(), tokens, width, threads)
+    return turned[0], turned[1]
+
+
+def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row the highest logit, in float32, and the first index that has it; of NaN the first, as `torch.max`.
+
+    Args:
+        logits: [rows, V], on the CPU.
+    """
+    if logits.dtype not in DTYPES:
+        values, found = logits.max(dim=-1)
+        return values.float(), found
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, width = logits.shape
+    values = torch.empty(rows, dtype=torch.float32, device="cpu")
+    found = torch.empty(rows, dtype=torch.int64, device="cpu")
+    _function("best", logits.dtype)(
+        logits.data_ptr(),
+        found.data_ptr(),
+        values.data_ptr(),
+        rows,
+        width,
+        logits.stride(0),
+        _threads(logits.numel()),
+    )
+    return values, found
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As `torch.nn.functional.linear`, in bfloat16 and float16.
+
+    Args:
+        x: [..., inputs].
+        weight: [outputs, inputs], contiguous.
+        bias: [outputs].
+    """
+    outputs, inputs = weight.shape
+    x = x.contiguous()
+    rows = x.numel() // inputs
+    out = x.new_empty(*x.shape[:-1], outputs)
+    threads = _threads(outputs * inputs)
+    scratch = torch.empty(_linear_floats()(rows, inputs, threads), dtype=torch.float32, device="cpu")
+    _function("linear", x.dtype)(
+        x.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        inputs,
+        outputs,
+        scratch.data_ptr(),
+        threads,
+    )
+    return out
