@@ -23,6 +23,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 import batchkit.hf.fused as module
+import batchkit.hf.layer_kernels as layer_kernels
 from batchkit import Engine, SamplingParams
 from batchkit.hf.attention import bind
 from batchkit.hf.backends.native import BuildError, kernels
@@ -131,9 +132,10 @@ class TestKernels:
         assert torch.equal(found, logits.max(-1).indices) and values.dtype == torch.float32
 
     def test_neighbours_and_threads_change_no_bit(self, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
-        x, weight = spread(70, 1000, dtype=dtype), spread(1000, dtype=dtype, seed=1)
-        query = spread(1, 70, 4, 250, dtype=dtype).transpose(1, 2)
-        wave = spread(1, 70, 250, dtype=dtype, seed=2)
+        x, weight = spread(150, 1000, dtype=dtype), spread(1000, dtype=dtype, seed=1)
+        query = spread(1, 150, 4, 250, dtype=dtype).transpose(1, 2)
+        wave = spread(1, 150, 250, dtype=dtype, seed=2)
+        assert x.numel() > layer_kernels._FOR_THREADS
         found = []
         for number in (1, 2, 3):
             threads(number)

@@ -19,7 +19,7 @@ DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 """What the kernels take, and how their names end."""
 SILU, GELU_TANH = 0, 1
 """Activations of `gated`."""
-_FOR_THREADS = 1 << 15
+_FOR_THREADS = 1 << 17
 """It costs more to wake threads than to go over fewer numbers."""
 
 
@@ -148,7 +148,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     x = x.contiguous()
     rows = x.numel() // inputs
     out = x.new_empty(*x.shape[:-1], outputs)
-    threads = _threads(outputs * inputs)
+    threads = _threads(outputs * inputs * rows)
     scratch = torch.empty(_linear_floats()(rows, inputs, threads), dtype=torch.float32, device="cpu")
     _function("linear", x.dtype)(
         x.data_ptr(),
