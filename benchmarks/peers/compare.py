@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from batchkit.experiment.loads import exponential_lengths
+
 HERE = Path(__file__).parent
 ENGINES = ("batchkit", "vllm", "openvino", "transformers static", "transformers continuous")
 BATCHES = (1, 16, 64, 128)
@@ -89,21 +91,11 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
     return [python, str(HERE / f"run_{name.split()[0]}.py"), "--model", model, "--dtype", args.dtype, *more]
 
 
-def output_lengths(count: int, mean: float, cap: int, seed: int) -> list[int]:
-    """Of an exponential distribution, redrawn above the cap."""
-    rng = random.Random(seed)
-    lengths: list[int] = []
-    while len(lengths) < count:
-        length = max(1, round(rng.expovariate(1 / mean)))
-        if length <= cap:
-            lengths.append(length)
-    return lengths
-
-
 def measure(peer: Peer, parts: list[str], seed: int, args: argparse.Namespace) -> None:
     """All parts once."""
     if "throughput" in parts:
-        lengths = output_lengths(args.n, 32, 384, seed)
+        drawn = exponential_lengths(args.n, mean=32, cap=384, rng=random.Random(seed))
+        lengths = [max(1, length) for length in drawn]
         peer.found.setdefault("throughput", []).append(sum(lengths) / peer.run(128, lengths, seed))
     if "step" in parts:
         for batch in args.batches:

@@ -355,7 +355,7 @@ def automatic(monkeypatch):
     """Says which backends there are to choose from, on layers that are taken to be on CUDA."""
 
     def there_are(*kinds: type[Own]) -> list[LayerSpec]:
-        monkeypatch.setattr(backends, "AUTOMATIC", kinds)
+        monkeypatch.setattr(backends, "ON_CUDA", kinds)
         monkeypatch.setattr(backends, "faults", lambda one, layers, size: faults(one, [PLAIN], size))
         return [replace(PLAIN, device=CUDA)]
 
@@ -364,7 +364,7 @@ def automatic(monkeypatch):
 
 class TestAutomaticChoice:
     def test_the_order(self) -> None:
-        assert [kind.name for kind in backends.AUTOMATIC] == ["xformers", "varlen"]
+        assert [kind.name for kind in backends.ON_CUDA] == ["xformers", "varlen"]
         assert [kind.name for kind in backends.ON_CPU] == ["cpu"]
         assert sorted(backends.NAMES) == ["cpu", "reference", "varlen", "xformers"]
 

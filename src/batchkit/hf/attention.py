@@ -262,7 +262,7 @@ class BoundModel:
         layers: the attention layers, in the order in which they run.
         num_logits: width of the logits.
         keeps_logits: whether the model computes the logits of chosen tokens only.
-        fused: which of its modules are computed by kernels of batchkit; None: not tried, or none.
+        fused: which of its modules are computed by kernels of batchkit; None: not tried, or it came out otherwise.
     """
 
     model: PreTrainedModel

@@ -7,7 +7,7 @@ import os
 import torch
 
 from ..machine import usable_cpus
-from .backends import AUTOMATIC, ON_CPU
+from .backends import ON_CPU, ON_CUDA
 from .backends.native import BuildError, cache_folder, kernels
 from .kv_pool import free_memory
 from .loading import default_device
@@ -20,7 +20,7 @@ _GIB = 1 << 30
 def describe() -> list[tuple[str, str]]:
     """Names and what is to be said of each, for people."""
     has_kernels, found = _cpu_kernels()
-    on_cuda = ", else ".join(kind.name for kind in AUTOMATIC)
+    on_cuda = ", else ".join(kind.name for kind in ON_CUDA)
     on_cpu = ", else ".join(kind.name for kind in ON_CPU) if has_kernels else "reference"
     return [
         ("torch CPU", f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"),

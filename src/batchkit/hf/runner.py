@@ -71,8 +71,8 @@ class TransformersRunner(ModelRunner):
         max_tokens_per_step: tokens that are expected in the largest step, which only the default of `kv_memory` depends
             on.
         swap_memory: KV memory on the host for swapping, in bytes or as text. Default: none.
-        attention: a backend, or its name: ``"xformers"``, ``"varlen"`` or ``"reference"``. Default: on CUDA devices the
-            first of these that computes the model's layers right, by trial, else the reference.
+        attention: a backend, or its name: ``"xformers"``, ``"varlen"``, ``"cpu"`` or ``"reference"``. Default: the
+            first of those for the model's device that computes its layers right, by trial, else the reference.
         cuda_graphs: compute decode steps by CUDA graphs (`batchkit.hf.graphs`). What cannot be captured is computed
             without, and a warning says why. A model's forward hooks run when a graph is captured, and not with it; and
             weights may change in place, but new memory of theirs is not found before `weights_changed`.

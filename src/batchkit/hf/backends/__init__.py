@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batchkit")
 
-__all__ = ["AUTOMATIC", "NAMES", "ON_CPU", "block_size_for", "choose_backend"]
+__all__ = ["NAMES", "ON_CPU", "ON_CUDA", "block_size_for", "choose_backend"]
 
-AUTOMATIC: tuple[type[AttentionBackend], ...] = (XformersBackend, VarlenBackend)
+ON_CUDA: tuple[type[AttentionBackend], ...] = (XformersBackend, VarlenBackend)
 """Backends for CUDA devices, the preferred one first."""
 ON_CPU: tuple[type[AttentionBackend], ...] = (CpuBackend,)
 """Backends for the CPU, the preferred one first."""
-_KINDS: tuple[type[AttentionBackend], ...] = (*AUTOMATIC, *ON_CPU, ReferenceBackend)
+_KINDS: tuple[type[AttentionBackend], ...] = (*ON_CUDA, *ON_CPU, ReferenceBackend)
 _BACKENDS = {kind.name: kind for kind in _KINDS}
 NAMES = tuple(_BACKENDS)
 """What backends are called."""
@@ -79,7 +79,7 @@ def block_size_for(backend: AttentionBackend, wanted: int | None) -> int:
 
 def _automatic(layers: Sequence[LayerSpec], model: str, block_size: int | None) -> AttentionBackend:
     devices = {layer.device.type for layer in layers}
-    kinds = AUTOMATIC if "cuda" in devices else ON_CPU if "cpu" in devices else ()
+    kinds = ON_CUDA if "cuda" in devices else ON_CPU if "cpu" in devices else ()
     for backend in (*(kind() for kind in kinds), ReferenceBackend()):
         if _takes(backend, block_size):
             reasons = _reasons(backend, layers, block_size)

@@ -23,6 +23,7 @@ __all__ = [
     "StepGroups",
     "overwrite",
     "power_of_two",
+    "said_by",
     "to_device",
     "write_plainly",
 ]
@@ -35,6 +36,11 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     # Pinned memory is given out again only when the copy from it has been made.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def said_by(error: Exception) -> str:
+    """An exception's class and what it says, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def power_of_two(number: int) -> int:

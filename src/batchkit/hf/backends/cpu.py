@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CpuBackend"]
 
-from .native import _KERNELS  # TEMPORARY: fused.py is to use native.kernels("layers")
-
-_SOURCE = _KERNELS / "attention.cpp"
-
 _ATTEND = {
     torch.float32: "batchkit_attend_float32",
     torch.bfloat16: "batchkit_attend_bfloat16",

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 
-from .base import LayerKV, write_plainly
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from .base import LayerKV, said_by, write_plainly
 
 logger = logging.getLogger("batchkit")
 
 __all__ = ["write"]
+
+_Write = Callable[[LayerKV, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def write(kv: LayerKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -24,7 +23,7 @@ def write(kv: LayerKV, slots: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 
 @cache
-def _writer(device: torch.device) -> Callable[[LayerKV, torch.Tensor, torch.Tensor, torch.Tensor], None]:
+def _writer(device: torch.device) -> _Write:
     """The kernel, if it has just written right on this device."""
     try:
         from .kv_write_kernel import write as write_at_once
@@ -33,17 +32,12 @@ def _writer(device: torch.device) -> Callable[[LayerKV, torch.Tensor, torch.Tens
     except ImportError:
         return write_plainly
     except Exception as error:  # triton, and the compilers that it calls, raise whatever they like
-        message = " ".join(str(error).split())
-        logger.warning(
-            "K and V are written by two kernels a layer on %s: %s: %s", device, type(error).__name__, message
-        )
+        logger.warning("K and V are written by two kernels a layer on %s: %s", device, said_by(error))
         return write_plainly
     return write_at_once
 
 
-def _try(
-    write_at_once: Callable[[LayerKV, torch.Tensor, torch.Tensor, torch.Tensor], None], device: torch.device
-) -> None:
+def _try(write_at_once: _Write, device: torch.device) -> None:
     tokens = torch.arange(2 * 3 * 24, dtype=torch.float16, device=device).view(2, 3, 24)
     slots = torch.tensor([5, 1], device=device)
     pools = []

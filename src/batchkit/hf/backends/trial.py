@@ -17,7 +17,7 @@ import torch
 from ...params import SamplingParams
 from ...types import Request
 from ..batch import BatchBuilder, row_of
-from .base import LayerKV
+from .base import LayerKV, said_by
 from .reference import ReferenceBackend
 
 if TYPE_CHECKING:
@@ -188,8 +188,7 @@ def faults(backend: AttentionBackend, layers: Iterable[LayerSpec], block_size: i
                 with torch.autocast(kind.device.type, enabled=False):
                     found += _faults_of(backend, kind, block_size)
             except Exception as error:  # kernels, and what loads them, raise whatever they like
-                message = " ".join(str(error).split())
-                found.append(f"it failed when it was tried, {_where(kind)}: {type(error).__name__}: {message}")
+                found.append(f"it failed when it was tried, {_where(kind)}: {said_by(error)}")
     backend.drop_caches()
     if any(kind.device.type == "cuda" for kind in kinds):
         torch.cuda.empty_cache()  # what is free decides how large the KV cache may be
