@@ -219,7 +219,7 @@ class Engine:
             name_or_path: what transformers' ``from_pretrained`` takes.
             device: where to put the weights. Default: the accelerator torch finds, else the CPU.
             dtype: a torch dtype or its name; "auto": the checkpoint's own.
-            options: see `from_model`.
+            options: see `from_model`. `pack_weights` is ``"move"`` unless it is given, since nobody else has the model.
 
         Raises:
             UnsupportedModel: the model cannot be bound; with every reason.
@@ -227,7 +227,7 @@ class Engine:
         from .hf.loading import load_model
 
         model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
-        return cls.from_model(model, tokenizer, **options)
+        return cls.from_model(model, tokenizer, **{"pack_weights": "move", **options})
 
     @classmethod
     def from_model(
@@ -248,6 +248,7 @@ class Engine:
         attention: Any = None,
         cuda_graphs: bool = False,
         optimize: bool = True,
+        pack_weights: Literal["copy", "move"] | None = None,
         clock: Clock | None = None,
         on_step: Callable[[StepReport], None] | None = None,
         trace: str | os.PathLike[str] | None = None,
@@ -277,6 +278,7 @@ class Engine:
             attention: a backend, or its name; see `batchkit.hf.runner.TransformersRunner`.
             cuda_graphs: see `batchkit.hf.runner.TransformersRunner`.
             optimize: see `batchkit.hf.runner.TransformersRunner`.
+            pack_weights: see `batchkit.hf.runner.TransformersRunner`.
             clock: see `Engine`.
             on_step: see `Engine`.
             trace: see `Engine`.
@@ -311,6 +313,7 @@ class Engine:
             attention=attention,
             cuda_graphs=cuda_graphs,
             optimize=optimize,
+            pack_weights=pack_weights,
             tokenizer=tokenizer,
         )
         try:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from ..errors import UnsupportedModel
@@ -34,6 +35,7 @@ __all__ = [
     "ATTENTION_NAME",
     "AttentionContext",
     "BoundModel",
+    "Recorder",
     "StepContext",
     "attention_forward",
     "bind",
@@ -204,6 +206,7 @@ class _Call:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
+    scaling: float | None
     has_mask: bool
     window: int | None
     softcap: float | None
@@ -212,8 +215,12 @@ class _Call:
     unknown: tuple[str, ...]
 
 
-class _Recorder(AttentionContext):
-    """Records calls, and lets each token attend to itself alone."""
+class Recorder(AttentionContext):
+    """Records calls, and lets each token attend to itself alone.
+
+    Attributes:
+        calls: those so far.
+    """
 
     def __init__(self) -> None:
         self.calls: list[_Call] = []
@@ -232,6 +239,7 @@ class _Recorder(AttentionContext):
         sinks: torch.Tensor | None,
         others: Mapping[str, Any],
     ) -> torch.Tensor:
+        """As every context; nothing but the values is used."""
         unknown = [
             name for name, value in others.items() if value is not None and value is not False and name not in _HARMLESS
         ]
@@ -242,6 +250,7 @@ class _Recorder(AttentionContext):
                 query=query,
                 key=key,
                 value=value,
+                scaling=scaling,
                 has_mask=attention_mask is not None,
                 window=sliding_window,
                 softcap=softcap,
@@ -251,6 +260,28 @@ class _Recorder(AttentionContext):
             )
         )
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
+
+
+class _Causal(AttentionContext):
+    """Lets each token attend to those of its pass that come before it, and to itself."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        others: Mapping[str, Any],
+    ) -> torch.Tensor:
+        """As every context; nothing but queries, keys, values and scaling is used."""
+        out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2).contiguous()
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,9 +303,9 @@ class BoundModel:
     fused: Fused | None = None
 
     def run_alone(self) -> torch.Tensor:
-        """Logits of two tokens each of which attends to itself alone, [1, 2, V]."""
+        """Logits of two tokens, the second of which sees the first, [1, 2, V]: without a pool, window and soft cap."""
         tokens = list(_two_tokens(self.model.config.get_text_config(decoder=True)))
-        logits = _probe(self.model, tokens, _Recorder())
+        logits = _probe(self.model, tokens, _Causal())
         assert logits is not None  # as in `bind`
         return logits
 
@@ -329,7 +360,7 @@ def bind(model: PreTrainedModel) -> BoundModel:
     config.output_attentions = config.output_hidden_states = False
 
     reasons: list[str] = []
-    plain, swapped = _Recorder(), _Recorder()
+    plain, swapped = Recorder(), Recorder()
     try:
         text = config.get_text_config(decoder=True)
         reasons += _unknown_layers(text)
@@ -372,7 +403,7 @@ def probe_layers(model: PreTrainedModel) -> list[LayerSpec]:
     """
     model.set_attn_implementation(ATTENTION_NAME)
     text = model.config.get_text_config(decoder=True)
-    recorder = _Recorder()
+    recorder = Recorder()
     reasons = _unknown_layers(text)
     if not reasons:
         _probe(model, list(_two_tokens(text)), recorder)
@@ -383,7 +414,7 @@ def probe_layers(model: PreTrainedModel) -> list[LayerSpec]:
 
 
 def _probe(
-    clone: PreTrainedModel, token_ids: list[int], recorder: _Recorder, **numbers: list[int]
+    clone: PreTrainedModel, token_ids: list[int], context: AttentionContext, **numbers: list[int]
 ) -> torch.Tensor | None:
     """Logits of one forward pass; [1, tokens, V] unless ``logits_to_keep`` is heeded. None if the model has none."""
     device = clone.get_input_embeddings().weight.device
@@ -393,7 +424,7 @@ def _probe(
         if "position_ids" in tensors:
             tensors["position_ids"] = tensors["position_ids"][None]
         ids = torch.tensor([token_ids], device=device)
-        output = clone(input_ids=ids, use_cache=False, batchkit=recorder, **tensors)
+        output = clone(input_ids=ids, use_cache=False, batchkit=context, **tensors)
     logits: torch.Tensor | None = getattr(output, "logits", None)
     return logits
 

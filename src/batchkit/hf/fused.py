@@ -3,9 +3,11 @@
 What is computed between matrix products gets one pass over the numbers. transformers writes a norm, a gated activation
 or rotary positions as several operators, each of which reads and writes all the numbers and costs a call; in a decode
 step there are hundreds of them. `fuse` gives modules of a bound clone another ``forward``, which calls a kernel in C++
-(`backends/kernels/layers.cpp`). Linear layers get one too, where their numbers have 16 bits and the processor has no
-instructions for products of these: torch then takes several times as long as in float32
-(`backends/kernels/linear.cpp`). No weight is copied.
+(`backends/kernels/layers.cpp`). Linear layers get one too (`backends/kernels/linear.cpp`), unless torch has
+instructions for their dtype that the kernel does not use. Where both are replaced, a whole decoder layer is
+(`decoder`).
+
+No weight is copied, unless weights are to be packed (`packing`).
 
 What a module computes is not guessed from its name: for each kind of module the kernel is compared with the module
 itself, with other weights and random inputs, and one that is not the same but for rounding stays as it is.
@@ -19,14 +21,17 @@ import logging
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from typing_extensions import override
 
 from .backends.native import kernels
-from .layer_kernels import DTYPES, GELU_TANH, SILU, gated, linear, norm, rotary
+from .decoder import kind_of, parts_of, try_layer
+from .layer_kernels import DTYPES, Packed, linear, norm, rotary
+from .packing import pack, unpack
+from .replaceable import activation_of, agree, gated_by, is_plain, norm_of, traits
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,14 +40,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batchkit")
 
-__all__ = ["Fused", "fuse", "optimized"]
+__all__ = ["Fused", "PackWeights", "fuse", "optimized"]
+
+PackWeights = Literal["copy", "move"]
+"""Whether packed weights are beside the model's, or in place of them."""
 
 _Make = Callable[[nn.Module], Callable[..., Any]]
 """Gives the ``forward`` of a module."""
 
-_SLACK = 8.0
-"""How far a kernel may be from a module besides, in epsilons of float32: sums have other partial sums, and functions
-other polynomials."""
 _ALLOWED = {torch.float32: 1e-2, torch.float64: 1e-2}
 _ALLOWED_ELSE = 1.0
 """How far the logits of a model may be from those before. In half precision thirty layers make much of a rounding, so
@@ -54,45 +59,72 @@ _ROTARY = "apply_rotary_pos_emb"
 class Fused(NamedTuple):
     """What `fuse` has replaced: how many modules, of how many that look like it."""
 
+    layers: tuple[int, int]
     norms: tuple[int, int]
     gated: tuple[int, int]
     rotary: tuple[int, int]
     linear: tuple[int, int]
+    packed: tuple[int, int]
 
     @override
     def __str__(self) -> str:
-        names = ("norms", "gated activations", "rotary positions of layers", "linear layers in 16 bits")
+        names = (
+            "decoder layers",
+            "norms",
+            "gated activations",
+            "rotary positions of layers",
+            "linear layers",
+            "linear layers with packed weights",
+        )
         parts = [f"{some} of {all_} {name}" for (some, all_), name in zip(self, names, strict=True) if all_]
         return ", ".join(parts) or "nothing: it has nothing of the kind"
 
 
 @functools.cache
-def _is_slow(dtype: torch.dtype) -> bool:
-    """Whether torch multiplies matrices of this dtype without instructions for it."""
+def _is_ours(dtype: torch.dtype) -> bool:
+    """Whether linear layers of this dtype are for our kernel.
+
+    They are in float32, and in half precision unless torch has instructions for such products, as the kernel has not.
+    """
+    if dtype == torch.float32:
+        return True
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
     is_fast = None if name is None else getattr(torch.ops.mkldnn, name, None)
     return is_fast is not None and not is_fast()
 
 
-def optimized(bound: BoundModel) -> BoundModel:
+def optimized(bound: BoundModel, pack_weights: PackWeights | None = None) -> BoundModel:
     """The same, with what can be replaced replaced, if the model then computes the same.
+
+    Args:
+        bound: whose clone is changed.
+        pack_weights: whether the weights of linear layers that are replaced are packed, and how.
 
     Raises:
         BuildError: this machine cannot have the kernels. Nothing has changed.
     """
-    kernels("layers")
-    before = bound.run_alone()
+    for name in ("layers", "linear", "decoder"):
+        kernels(name)
+    name = type(bound.model).__name__
+    try:
+        before = bound.run_alone()
+    except Exception as error:  # then nothing can be compared
+        logger.debug("%s: no fused layers: %r", name, error)
+        return bound
     fused, replaced = fuse(bound.model, bound.layers)
     try:
+        if pack_weights is not None:
+            layers = [module for module in replaced if isinstance(module, nn.Linear)]
+            count = pack(bound.model, layers, moves=pack_weights == "move")
+            fused = fused._replace(packed=(count, fused.linear[1]))
         is_alike = not replaced or _is_alike(bound.run_alone(), before)
     except Exception:  # a module is called in a way that was not tried
         is_alike = False
     if not is_alike:
+        unpack(bound.model)
         for module in replaced:
             del module.forward
-        logger.warning(
-            "%s: layers are left as they are, since fused ones give other logits", type(bound.model).__name__
-        )
+        logger.warning("%s: layers are left as they are, since fused ones give other logits", name)
         return bound
     return replace(bound, fused=fused)
 
@@ -109,22 +141,24 @@ def fuse(model: nn.Module, attention: Iterable[nn.Module]) -> tuple[Fused, list[
     """
     trials = _Trials()
     model_dtype = next(model.parameters()).dtype
+    attention = list(attention)
+    if _is_ours(model_dtype):
+        parents = {child: module for module in model.modules() for child in module._modules.values()}
+        for module in attention:
+            _replace_layer(trials, parents[module], module, model_dtype)
     for module in model.modules():
-        if "forward" in vars(module):  # somebody else has been here
+        if "forward" in vars(module):  # somebody else has been here, or it is a whole layer
             continue
         weight: Any = getattr(module, "weight", None)
         if type(module).__name__.endswith("RMSNorm"):
-            eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-            kind: Any = (_traits(module), (weight.dtype, weight.shape) if isinstance(weight, torch.Tensor) else None)
-            trials.replace("norms", module, kind, functools.partial(_try_norm, module, eps))
+            trials.replace("norms", module, _norm_kind(module), functools.partial(_try_norm, module))
         elif {"gate_proj", "up_proj", "down_proj", "act_fn"} <= module._modules.keys():
             act: Any = module.act_fn
             weight = getattr(module.gate_proj, "weight", None)
             dtype = weight.dtype if isinstance(weight, torch.Tensor) else model_dtype
             if not (act._forward_hooks or act._forward_pre_hooks):
-                kind = (_traits(module), _traits(act), repr(act), dtype)
-                trials.replace("gated", module, kind, functools.partial(_try_gated, module, dtype))
-        elif type(module) is nn.Linear and _is_plain(weight) and _is_slow(module.weight.dtype):
+                trials.replace("gated", module, _mlp_kind(module, dtype), functools.partial(_try_gated, module, dtype))
+        elif type(module) is nn.Linear and is_plain(weight) and _is_ours(module.weight.dtype):
             dtype = module.weight.dtype
             trials.replace("linear", module, (nn.Linear, dtype), functools.partial(_try_linear, dtype))
     for module in attention:
@@ -135,21 +169,30 @@ def fuse(model: nn.Module, attention: Iterable[nn.Module]) -> tuple[Fused, list[
     return Fused(**counts), trials.replaced
 
 
-def _traits(module: nn.Module) -> tuple[Any, ...]:
-    """What modules of one kind have in common: their class, and whatever attributes it has given them."""
-    own = vars(module).keys() - vars(nn.Module()).keys()
-    simple = (bool, int, float, str, type(None))
-    values = {name: vars(module)[name] for name in sorted(own)}
-    return (type(module), *((k, v if isinstance(v, simple) else id(v)) for k, v in values.items()))
+def _norm_kind(norm: nn.Module) -> Any:
+    weight: Any = getattr(norm, "weight", None)
+    return (traits(norm), (weight.dtype, weight.shape) if isinstance(weight, torch.Tensor) else None)
 
 
-def _is_plain(weight: Any) -> bool:
-    """Whether the numbers of a weight are where it points to: those of quantized ones, for example, are not."""
-    return type(weight) in (torch.Tensor, nn.Parameter) and weight.layout == torch.strided
+def _mlp_kind(mlp: Any, dtype: torch.dtype) -> Any:
+    return (traits(mlp), traits(mlp.act_fn), repr(mlp.act_fn), dtype)
 
 
-def _has_state(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None
+def _replace_layer(trials: _Trials, layer: nn.Module, attention: nn.Module, dtype: torch.dtype) -> None:
+    parts = parts_of(layer, attention)
+    if parts is None:
+        trials.made["layers"].append(False)
+        return
+    norms = {
+        name: None if norm is None else trials.found(("norm of", _norm_kind(norm)), functools.partial(norm_of, norm))
+        for name, norm in parts.norms.items()
+    }
+    activation = None
+    if "act_fn" in parts.mlp._modules:
+        kind = ("activation of", _mlp_kind(parts.mlp, dtype))
+        activation = trials.found(kind, functools.partial(activation_of, parts.mlp, dtype))
+    trial = functools.partial(try_layer, layer, parts, dtype, norms, activation)
+    trials.replace("layers", layer, kind_of(layer), trial, parts)
 
 
 def _unwrapped(function: Any) -> Any:
@@ -167,10 +210,10 @@ class _Trials:
     def __init__(self) -> None:
         self.made: dict[str, list[bool]] = {name: [] for name in Fused._fields}
         self.replaced: list[nn.Module] = []
-        self._found: dict[Any, _Make | None] = {}
+        self._found: dict[Any, Any] = {}
 
-    def replace(self, what: str, module: nn.Module, kind: Any, trial: Callable[[], _Make | None]) -> None:
-        """Give a module another ``forward``, if the trial of its kind made one."""
+    def found(self, kind: Any, trial: Callable[[], Any]) -> Any:
+        """What the trial of a kind of module gave, or None if it failed."""
         if kind not in self._found:
             try:
                 # Not under what the caller has set up.
@@ -180,10 +223,14 @@ class _Trials:
                         self._found[kind] = trial()
             except Exception:  # it is not what it looks like
                 self._found[kind] = None
-        make = self._found[kind]
+        return self._found[kind]
+
+    def replace(self, what: str, module: nn.Module, kind: Any, trial: Callable[[], Any], *given: Any) -> None:
+        """Give a module another ``forward``, if the trial of its kind gave what makes one of it and what is given."""
+        make = self.found(kind, trial)
         self.made[what].append(make is not None)
         if make is not None:
-            module.forward = make(module)
+            module.forward = make(module, *given)
             self.replaced.append(module)
 
 
@@ -196,50 +243,13 @@ def _is_alike(logits: torch.Tensor, before: torch.Tensor) -> bool:
     return float((after - before).square().mean()) <= allowed**2 * float(before.var())
 
 
-def _agree(ours: Callable[[torch.dtype], Any], own: Callable[[torch.dtype], Any], dtype: torch.dtype) -> bool:
-    """Whether two ways of computing one thing differ by rounding alone.
-
-    Args:
-        ours: gives a tensor in a dtype.
-        own: the module's way; what it gives in float64 is taken for the truth.
-        dtype: in which it will be used.
-    """
-    truth = own(torch.float64)
-    slack = _SLACK * torch.finfo(torch.float32).eps * truth.abs().max()
-    # In float32 too, whatever the dtype: rounding in half precision hides one activation from another.
-    for each in {torch.float32, dtype}:
-        errors = [(way(each).double() - truth).square().mean().sqrt() for way in (ours, own)]
-        if not errors[0] <= 1.5 * errors[1] + slack:  # NaN is not
-            return False
-    return True
-
-
-def _try_norm(module: Any, eps: Any) -> _Make | None:
+def _try_norm(module: nn.Module) -> _Make | None:
     """How a module of this kind is replaced; None if it is not."""
-    weight: Any = getattr(module, "weight", None)
-    if not _is_plain(weight) or weight.dim() != 1 or weight.dtype not in DTYPES or not isinstance(eps, float):
+    found = norm_of(module)
+    if found is None:
         return None
-    if module._parameters.keys() != {"weight"} or module._buffers or module._modules:  # which may change what it does
-        return None
-    weights = torch.randn(weight.shape)
-    # Of such sizes that the mean square is as small as eps, and much larger.
-    x = torch.randn(32, 3, len(weights)) * torch.tensor([[1e-3], [1.0], [30.0]])
-
-    def own(dtype: torch.dtype) -> torch.Tensor:
-        probe = copy.copy(module)  # a deep copy would copy what its hooks hold
-        probe._parameters = {"weight": nn.Parameter(weights.to(dtype), requires_grad=False)}
-        result: torch.Tensor = type(module).forward(probe, x.to(dtype))
-        return result
-
-    for offset in (0.0, 1.0):
-        ours = functools.partial(_norm_of, x, weights, eps=eps, offset=offset)
-        if _agree(ours, own, weight.dtype):
-            return functools.partial(_norm_forward, dtype=weight.dtype, eps=eps, offset=offset)
-    return None
-
-
-def _norm_of(x: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, **more: float) -> torch.Tensor:
-    return norm(x.to(dtype), weight.to(dtype), **more)
+    weight: Any = module.weight
+    return functools.partial(_norm_forward, dtype=weight.dtype, eps=found[0], offset=found[1])
 
 
 def _norm_forward(module: Any, *, dtype: torch.dtype, eps: float, offset: float) -> Callable[..., Any]:
@@ -256,37 +266,8 @@ def _norm_forward(module: Any, *, dtype: torch.dtype, eps: float, offset: float)
 
 
 def _try_gated(module: nn.Module, dtype: torch.dtype) -> _Make | None:
-    if dtype not in DTYPES:
-        return None
-    linear = {"gate_proj": nn.Linear(16, 24), "up_proj": nn.Linear(16, 24), "down_proj": nn.Linear(24, 16)}
-    others = [part for name, part in module.named_children() if name not in linear]
-    if module._parameters or module._buffers or any(map(_has_state, others)):  # which may change what it does
-        return None
-    x = 4 * torch.randn(2, 40, 16)
-    far = 1000 * x  # beyond where some activations are cut off
-
-    def probe(dtype: torch.dtype) -> nn.Module:
-        """The module with small projections."""
-        made = copy.copy(module)
-        made._modules = {**module._modules, **{name: copy.deepcopy(part).to(dtype) for name, part in linear.items()}}
-        return made
-
-    def own(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        result: torch.Tensor = type(module).forward(probe(dtype), x.to(dtype))
-        return result
-
-    def ours(make: Callable[..., Any], x: torch.Tensor, each: torch.dtype) -> torch.Tensor:
-        result: torch.Tensor = make(probe(each), dtype=each)(x.to(each))
-        return result
-
-    for activation in (SILU, GELU_TANH):
-        make = functools.partial(_gated_forward, activation=activation)
-        if all(
-            _agree(functools.partial(ours, make, given), functools.partial(own, given), each)
-            for given, each in ((x, dtype), (far, torch.float32))
-        ):
-            return functools.partial(make, dtype=dtype)
-    return None
+    activation = activation_of(module, dtype)
+    return None if activation is None else functools.partial(_gated_forward, dtype=dtype, activation=activation)
 
 
 def _gated_forward(module: Any, *, dtype: torch.dtype, activation: int) -> Callable[..., Any]:
@@ -295,8 +276,7 @@ def _gated_forward(module: Any, *, dtype: torch.dtype, activation: int) -> Calla
     def forward(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs or x.dtype != dtype:
             return plain(x, *args, **kwargs)
-        gate, up = module.gate_proj(x), module.up_proj(x)
-        return module.down_proj(gated(gate, up, activation))
+        return gated_by(module, x, activation)
 
     return forward
 
@@ -308,25 +288,32 @@ def _try_linear(dtype: torch.dtype) -> _Make | None:
 
     def own(dtype: torch.dtype) -> torch.Tensor:
         result: torch.Tensor = copy.deepcopy(module).to(dtype)(x.to(dtype))
-        return result
+        return torch.stack([result] * 4)
 
     def ours(each: torch.dtype) -> torch.Tensor:
-        # It has no float32, of which there is nothing to find out.
-        return linear(x.to(each), module.weight.to(each), module.bias.to(each)) if each == dtype else own(each)
+        weight, bias = module.weight.to(each), module.bias.to(each)
+        # Packed or not, and for many rows and few.
+        ways = [linear(x.to(each), way, bias) for way in (weight, Packed(weight))]
+        ways += [torch.cat([linear(row, way, bias) for row in x.to(each)[:, None]]) for way in (weight, Packed(weight))]
+        return torch.stack(ways)
 
-    return functools.partial(_linear_forward, dtype=dtype) if _agree(ours, own, dtype) else None
+    return functools.partial(_linear_forward, dtype=dtype) if agree(ours, own, dtype) else None
 
 
 def _linear_forward(module: Any, *, dtype: torch.dtype) -> Callable[..., Any]:
     def forward(x: torch.Tensor) -> torch.Tensor:
-        weight, bias = module.weight, module.bias
+        bias = module.bias
+        weight: torch.Tensor | Packed = vars(module).get("packed") or module.weight
+        numbers = weight.numbers if isinstance(weight, Packed) else weight
         fits = (
-            x.dtype == weight.dtype == dtype
+            x.dtype == numbers.dtype == dtype
             and x.shape[-1] == weight.shape[1]
-            and weight.is_contiguous()
+            and numbers.is_contiguous()
             and (bias is None or (bias.dtype == dtype and bias.is_contiguous()))
         )
-        return linear(x, weight, bias) if fits else nn.functional.linear(x, weight, bias)
+        if fits:
+            return linear(x, weight, bias)
+        return nn.functional.linear(x, weight.unpacked() if isinstance(weight, Packed) else weight, bias)
 
     return forward
 
@@ -342,7 +329,7 @@ def _try_rotary(turn: Callable[..., Any], dtype: torch.dtype) -> _Make | None:
         return torch.cat(way(*(tensor.to(dtype) for tensor in (*heads, *waves))), 1)
 
     ours = _turning(turn)
-    if not _agree(functools.partial(by, ours), functools.partial(by, turn), dtype):
+    if not agree(functools.partial(by, ours), functools.partial(by, turn), dtype):
         return None
     return functools.partial(_attention_forward, turn=ours)
 

@@ -13,7 +13,7 @@ import torch
 
 from .backends.native import kernels
 
-__all__ = ["DTYPES", "GELU_TANH", "SILU", "best", "gated", "linear", "norm", "rotary"]
+__all__ = ["DTYPES", "GELU_TANH", "SILU", "Packed", "best", "gated", "linear", "norm", "num_threads", "rotary"]
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 """What the kernels take, and how their names end."""
@@ -36,9 +36,12 @@ def _function(name: str, dtype: torch.dtype) -> Any:
         "gated": (c_void_p, c_void_p, c_void_p, *ints),
         "rotary": (*(c_void_p, c_void_p, *ints) * 2, c_void_p, c_void_p, *ints),
         "best": (c_void_p, c_void_p, c_void_p, *ints, c_int64),
-        "linear": (c_void_p, c_void_p, c_void_p, c_void_p, *ints, c_void_p, c_int64),
+        "linear": (c_void_p, c_void_p, c_void_p, c_void_p, *ints, c_int64, c_void_p, c_int64),
+        "pack": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64),
+        "unpack": (c_void_p, c_void_p, c_void_p, *ints),
     }
-    function = getattr(kernels("linear" if name == "linear" else "layers"), f"batchkit_{name}_{DTYPES[dtype]}")
+    library = kernels("linear" if name in ("linear", "pack", "unpack") else "layers")
+    function = getattr(library, f"batchkit_{name}_{DTYPES[dtype]}")
     function.argtypes, function.restype = arguments[name], None
     return function
 
@@ -50,7 +53,16 @@ def _linear_floats() -> Any:
     return function
 
 
-def _threads(numbers: int) -> int:
+@functools.cache
+def _panel() -> int:
+    """How many outputs are packed together."""
+    function = kernels("linear").batchkit_panel
+    function.argtypes, function.restype = (), c_int64
+    panel: int = function()
+    return panel
+
+
+def num_threads(numbers: int) -> int:
     """All or one: OpenMP ends threads when it is asked for fewer than before, and starts them anew when for more."""
     return torch.get_num_threads() if numbers >= _FOR_THREADS else 1
 
@@ -69,7 +81,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor | None, *, eps: float, offset: fl
     out = torch.empty_like(x)
     pointer = None if weight is None else weight.data_ptr()
     _function("norm", x.dtype)(
-        x.data_ptr(), pointer, out.data_ptr(), x.numel() // width, width, eps, offset, _threads(x.numel())
+        x.data_ptr(), pointer, out.data_ptr(), x.numel() // width, width, eps, offset, num_threads(x.numel())
     )
     return out
 
@@ -79,7 +91,9 @@ def gated(gate: torch.Tensor, up: torch.Tensor, activation: int) -> torch.Tensor
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
     count = gate.numel()
-    _function("gated", gate.dtype)(gate.data_ptr(), up.data_ptr(), out.data_ptr(), count, activation, _threads(count))
+    _function("gated", gate.dtype)(
+        gate.data_ptr(), up.data_ptr(), out.data_ptr(), count, activation, num_threads(count)
+    )
     return out
 
 
@@ -105,7 +119,7 @@ def rotary(
         sides += (x.data_ptr(), out.data_ptr(), x.shape[1], x.stride(2), x.stride(1))
         turned.append(out)
     cos, sin = cos.contiguous(), sin.contiguous()
-    threads = _threads(query.numel() + key.numel())
+    threads = num_threads(query.numel() + key.numel())
     _function("rotary", query.dtype)(*sides, cos.data_ptr(), sin.data_ptr(), tokens, width, threads)
     return turned[0], turned[1]
 
@@ -131,33 +145,94 @@ def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows,
         width,
         logits.stride(0),
-        _threads(logits.numel()),
+        num_threads(logits.numel()),
     )
     return values, found
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As `torch.nn.functional.linear`, in bfloat16 and float16.
+class Packed:
+    """Weights of a linear layer in the order in which its kernel reads them (`backends/kernels/linear.h`).
+
+    Attributes:
+        numbers: all of them, [outputs rounded up to whole panels, inputs]; what is where is the kernel's business.
+        outputs: of the layer.
+    """
+
+    def __init__(self, weight: torch.Tensor, *, in_place: bool = False) -> None:
+        """Pack weights.
+
+        Args:
+            weight: [outputs, inputs], on the CPU, of a dtype in `DTYPES`.
+            in_place: use its own memory, if it is contiguous and of whole panels. It is of no other use then.
+        """
+        self.outputs, inputs = weight.shape
+        rounded = -(-self.outputs // _panel()) * _panel()
+        in_place = in_place and rounded == self.outputs and weight.is_contiguous()
+        self.numbers = weight if in_place else weight.new_empty(rounded, inputs)
+        self.fill(weight)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[outputs, inputs]."""
+        return self.outputs, self.numbers.shape[1]
+
+    def fill(self, weight: torch.Tensor) -> None:
+        """Pack other weights of the same shape and dtype."""
+        outputs, inputs = self.shape
+        threads = torch.get_num_threads()
+        weight = weight.contiguous()
+        scratch = weight.new_empty(threads, _panel(), inputs)
+        pointers = weight.data_ptr(), self.numbers.data_ptr()
+        _function("pack", weight.dtype)(*pointers, outputs, inputs, scratch.data_ptr(), threads)
+
+    def rows(self, indices: torch.Tensor) -> torch.Tensor:
+        """Rows of the weights as they were, [..., inputs].
+
+        Raises:
+            IndexError: an index is not in [0, outputs).
+        """
+        indices = indices.long().contiguous()
+        if indices.numel():
+            low, high = (int(end) for end in indices.aminmax())
+            if low < 0 or high >= self.outputs:
+                raise IndexError(f"indices are from {low} to {high}, and there are {self.outputs} rows")
+        inputs = self.numbers.shape[1]
+        out = self.numbers.new_empty(*indices.shape, inputs)
+        count = indices.numel()
+        _function("unpack", out.dtype)(
+            self.numbers.data_ptr(), indices.data_ptr(), out.data_ptr(), count, inputs, num_threads(out.numel())
+        )
+        return out
+
+    def unpacked(self) -> torch.Tensor:
+        """The weights as they were, [outputs, inputs]."""
+        return self.rows(torch.arange(self.outputs, device="cpu"))
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor | Packed, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """As `torch.nn.functional.linear`.
 
     Args:
         x: [..., inputs].
-        weight: [outputs, inputs], contiguous.
+        weight: [outputs, inputs], contiguous; or packed, and then a row's result does not depend on how many there are.
         bias: [outputs].
     """
     outputs, inputs = weight.shape
+    numbers = weight.numbers if isinstance(weight, Packed) else weight
     x = x.contiguous()
     rows = x.numel() // inputs
     out = x.new_empty(*x.shape[:-1], outputs)
-    threads = _threads(outputs * inputs * rows)
+    threads = num_threads(outputs * inputs * rows)
     scratch = torch.empty(_linear_floats()(rows, inputs, threads), dtype=torch.float32, device="cpu")
     _function("linear", x.dtype)(
         x.data_ptr(),
-        weight.data_ptr(),
+        numbers.data_ptr(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
         rows,
         inputs,
         outputs,
+        isinstance(weight, Packed),
         scratch.data_ptr(),
         threads,
     )

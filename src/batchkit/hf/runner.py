@@ -21,11 +21,13 @@ from .backends import block_size_for, choose_backend
 from .backends.base import to_device
 from .backends.native import BuildError
 from .batch import BatchBuilder
+from .decoder import DecoderLayer
 from .fused import optimized
 from .grammar import Grammars
 from .graphs import DEVICES, DecodeGraphs
 from .kv_pool import KVPool, block_bytes, num_blocks_for
 from .layer_kernels import best
+from .packing import pack_again
 from .sampler import Sampler
 from .scoring import passes, score, scored_positions
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from .attention import BoundModel
     from .backends.base import AttentionBackend, LayerSpec
     from .batch import Batch, IntArray
+    from .fused import PackWeights
 
 logger = logging.getLogger("batchkit")
 
@@ -76,8 +79,11 @@ class TransformersRunner(ModelRunner):
         cuda_graphs: compute decode steps by CUDA graphs (`batchkit.hf.graphs`). What cannot be captured is computed
             without, and a warning says why. A model's forward hooks run when a graph is captured, and not with it; and
             weights may change in place, but new memory of theirs is not found before `weights_changed`.
-        optimize: on CPUs, compute norms, gated activations and rotary positions by kernels of our own, where these give
-            the same (`batchkit.hf.fused`).
+        optimize: on CPUs, compute layers by kernels of our own, where these give the same (`batchkit.hf.fused`).
+        pack_weights: whether linear layers that such kernels compute have their weights in the order of the kernels,
+            which is faster (`batchkit.hf.packing`). ``"copy"``: beside the model's, which takes as much memory again,
+            and follows a change of those only at `weights_changed`. ``"move"``: in their place; the model must not be
+            used for anything else then, and its weights cannot change. None: they stay as they are.
         tokenizer: for structured outputs, which need an `HFTokenizer`; other requests never need one here.
 
     Raises:
@@ -100,8 +106,11 @@ class TransformersRunner(ModelRunner):
         attention: AttentionBackend | str | None = None,
         cuda_graphs: bool = False,
         optimize: bool = True,
+        pack_weights: PackWeights | None = None,
         tokenizer: Tokenizer | None = None,
     ) -> None:
+        if pack_weights not in (None, "copy", "move"):
+            raise ValueError(f'pack_weights must be None, "copy" or "move", got {pack_weights!r}')
         for name, flag in (("cuda_graphs", cuda_graphs), ("optimize", optimize)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} must be True or False, got {flag!r}")
@@ -116,7 +125,7 @@ class TransformersRunner(ModelRunner):
                 raise ValueError(f"{name} must be at least 1, got {value}")
         bound = bind(model)
         if optimize and not cuda_graphs:
-            bound = _optimized(bound)
+            bound = _optimized(bound, pack_weights)
         layers = list(bound.layers.values())
         length = model_len(bound.model.config, max_model_len)
         backend = choose_backend(attention, layers, type(model).__name__, block_size=block_size)
@@ -320,23 +329,30 @@ class TransformersRunner(ModelRunner):
     def weights_changed(self) -> None:
         if self._graphs is not None:
             self._graphs.drop()
+        if self._bound is not None:
+            pack_again(self._bound.model)
+            for module in self._bound.model.modules():
+                forward = vars(module).get("forward")
+                if isinstance(forward, DecoderLayer):
+                    forward.weights_changed()
 
     @override
     def close(self) -> None:
         self.drop_caches()
         if self._bound is not None:
             for module in self._bound.model.modules():
-                vars(module).pop("forward", None)  # it holds its module, and both would hold weights until collected
+                for name in ("forward", "packed"):  # they hold their module, and would hold weights until collected
+                    vars(module).pop(name, None)
         self._bound = self._pool = self._backend = self._graphs = None
 
 
-def _optimized(bound: BoundModel) -> BoundModel:
+def _optimized(bound: BoundModel, pack_weights: PackWeights | None) -> BoundModel:
     """With fused layers, if all of the model is on a CPU that can have them."""
     model = bound.model
     if any(tensor.device.type != "cpu" for tensors in (model.parameters(), model.buffers()) for tensor in tensors):
         return bound
     try:
-        return optimized(bound)
+        return optimized(bound, pack_weights)
     except BuildError as error:
         logger.debug("%s: no fused layers: %s", type(bound.model).__name__, error)
         return bound

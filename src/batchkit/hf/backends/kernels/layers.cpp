@@ -6,70 +6,27 @@
 
 #include <initializer_list>
 
-#include "vectors.h"
+#include "layers.h"
 
 namespace {
 
-constexpr int64_t RUN = 4096;  // logits among which the best one is looked for, once it is known that it is there
-
-template <class T>
-inline void store1(T *to, float x) {
-    T lanes[LANES];
-    store(lanes, splat(x));
-    *to = lanes[0];
-}
+constexpr int64_t RUN = 4096;  // numbers of a piece of work; logits among which the best one is looked for at last
 
 // out = x / sqrt(mean of x squared + eps) * (weight + offset). x is [rows, width]; weight is [width], or null.
 template <class T>
 void norm(const T *x, const T *weight, T *out, int64_t rows, int64_t width, float eps, float offset,
           int64_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads)
-    for (int64_t row = 0; row < rows; row++) {
-        const T *const from = x + row * width;
-        T *const to = out + row * width;
-        Vec sums[4] = {};
-        int64_t i = 0;
-        for (; i + 4 * LANES <= width; i += 4 * LANES)
-            for (int64_t j = 0; j < 4; j++) {
-                const Vec v = load(from + i + j * LANES);
-                sums[j] += v * v;
-            }
-        float total = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
-        for (; i < width; i++) total += load1(from + i) * load1(from + i);
-        const float factor = 1.0f / std::sqrt(total / (float)width + eps);
-        i = 0;
-        for (; i + LANES <= width; i += LANES) {
-            const Vec v = load(from + i) * factor;
-            store(to + i, weight ? v * (load(weight + i) + offset) : v);
-        }
-        for (; i < width; i++) {
-            const float v = load1(from + i) * factor;
-            store1(to + i, weight ? v * (load1(weight + i) + offset) : v);
-        }
-    }
-}
-
-enum Activation : int64_t { SILU, GELU_TANH };
-
-inline Vec activated(Vec x, int64_t activation) {
-    if (activation == GELU_TANH) {
-        const Vec inner = 0.7978845608f * (x + 0.044715f * x * x * x);
-        return 0.5f * x * (1.0f + tanh(inner));
-    }
-    const Vec e = exp(as<Vec>(as<Ints>(x) | INT32_MIN));  // of minus the size of x, which cannot overflow
-    const Vec positive = 1.0f / (1.0f + e);
-    return x * (x < 0 ? e * positive : positive);
+    for (int64_t row = 0; row < rows; row++)
+        normalize(x + row * width, weight, out + row * width, width, eps, offset);
 }
 
 // out = the activation of gate, times up.
 template <class T>
 void gated(const T *gate, const T *up, T *out, int64_t count, int64_t activation, int64_t num_threads) {
-    const int64_t whole = count / LANES;
 #pragma omp parallel for schedule(static) num_threads((int)num_threads)
-    for (int64_t i = 0; i < whole; i++)
-        store(out + i * LANES, activated(load(gate + i * LANES), activation) * load(up + i * LANES));
-    for (int64_t i = whole * LANES; i < count; i++)
-        store1(out + i, activated(splat(load1(gate + i)), activation)[0] * load1(up + i));
+    for (int64_t begin = 0; begin < count; begin += RUN)
+        gate_by(gate + begin, up + begin, out + begin, least(RUN, count - begin), activation);
 }
 
 template <class T>
@@ -79,21 +36,6 @@ struct Heads {
     int64_t num, token_stride, head_stride;
 };
 
-template <class T>
-inline void rotated(const T *x, const T *cos, const T *sin, int64_t half, T *out) {
-    int64_t i = 0;
-    for (; i + LANES <= half; i += LANES) {
-        const Vec a = load(x + i), b = load(x + half + i);
-        store(out + i, a * load(cos + i) - b * load(sin + i));
-        store(out + half + i, b * load(cos + half + i) + a * load(sin + half + i));
-    }
-    for (; i < half; i++) {
-        const float a = load1(x + i), b = load1(x + half + i);
-        store1(out + i, a * load1(cos + i) - b * load1(sin + i));
-        store1(out + half + i, b * load1(cos + half + i) + a * load1(sin + half + i));
-    }
-}
-
 // cos and sin are [tokens, width].
 template <class T>
 void rotary(const Heads<T> &query, const Heads<T> &key, const T *cos, const T *sin, int64_t tokens, int64_t width,
@@ -102,7 +44,7 @@ void rotary(const Heads<T> &query, const Heads<T> &key, const T *cos, const T *s
     for (int64_t token = 0; token < tokens; token++)
         for (const Heads<T> *side : {&query, &key})
             for (int64_t head = 0; head < side->num; head++)
-                rotated(side->x + token * side->token_stride + head * side->head_stride, cos + token * width,
+                rotate(side->x + token * side->token_stride + head * side->head_stride, cos + token * width,
                         sin + token * width, width / 2, side->out + (token * side->num + head) * width);
 }
 
@@ -117,7 +59,7 @@ void best(const T *logits, int64_t *found, float *value, int64_t rows, int64_t w
         int64_t run = 0;  // where the run begins that has it
         bool is_nan = false;
         for (int64_t begin = 0; begin < width && !is_nan; begin += RUN) {
-            const int64_t end = begin + RUN < width ? begin + RUN : width;
+            const int64_t end = least(begin + RUN, width);
             Vec tops = splat(-INFINITY);
             Ints nans = {};
             int64_t i = begin;

@@ -1,0 +1,324 @@
+"""Packed weights: the order of the kernels, who has them, and that nothing is lost by it."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import gc
+import hashlib
+import logging
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerFast
+
+import batchkit.hf.fused as fused
+from batchkit import Engine, SamplingParams
+from batchkit.hf.attention import bind
+from batchkit.hf.backends.native import BuildError, kernels
+from batchkit.hf.fused import optimized
+from batchkit.hf.layer_kernels import Packed, linear
+from batchkit.hf.packing import pack, pack_again, unpack
+from batchkit.hf.runner import TransformersRunner
+from tiny_models import tiny
+
+
+def _why_not() -> str | None:
+    try:
+        kernels("linear")
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+pytestmark = pytest.mark.skipif(_why_not() is not None, reason=f"no kernels here: {_why_not()}")
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=3)
+PROMPTS = [[5, 9, 11], [40] * 50, [1], list(range(3, 40))]
+
+
+@pytest.fixture(autouse=True)
+def _is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_is_ours", lambda dtype: True)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def linear_layers(model: nn.Module) -> list[nn.Linear]:
+    return [module for module in model.modules() if isinstance(module, nn.Linear)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestPacked:
+    @pytest.mark.parametrize("inputs", [1, 7, 8, 9, 64, 300])
+    @pytest.mark.parametrize("outputs", [1, 31, 32, 33, 64, 200])
+    def test_there_and_back(self, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+        weight = random(outputs, inputs, dtype=dtype)
+        packed = Packed(weight)
+        assert packed.shape == (outputs, inputs) and torch.equal(packed.unpacked(), weight)
+        indices = torch.tensor([[outputs - 1, 0], [outputs // 2, outputs - 1]])
+        assert torch.equal(packed.rows(indices), weight[indices])
+        other = random(outputs, inputs, dtype=dtype, seed=1)
+        packed.fill(other)
+        assert torch.equal(packed.unpacked(), other)
+
+    def test_in_place(self, dtype: torch.dtype) -> None:
+        for outputs in (256, 200):
+            weight = random(outputs, 40, dtype=dtype)
+            before = weight.clone()
+            packed = Packed(weight, in_place=True)
+            assert torch.equal(packed.unpacked(), before)
+            assert (packed.numbers is weight) == (outputs == 256)
+        turned = random(40, 256, dtype=dtype).t()
+        assert torch.equal(Packed(turned, in_place=True).unpacked(), turned)
+
+    def test_indices_that_do_not_fit(self, dtype: torch.dtype) -> None:
+        packed = Packed(random(33, 4, dtype=dtype))
+        for index in (33, -1):
+            with pytest.raises(IndexError, match="and there are 33 rows"):
+                packed.rows(torch.tensor([0, index]))
+        assert packed.rows(torch.empty(0, dtype=torch.int64)).shape == (0, 4)
+
+    @pytest.mark.parametrize("inputs", [1, 5, 64, 255, 600])
+    @pytest.mark.parametrize("outputs", [1, 31, 32, 33, 100])
+    def test_products(self, dtype: torch.dtype, inputs: int, outputs: int) -> None:
+        weight, bias = random(outputs, inputs, dtype=dtype, seed=1), random(outputs, dtype=dtype, seed=2)
+        packed = Packed(weight)
+        for rows in (1, 2, 3, 5, 6, 7, 13, 48, 49, 240, 241, 300):
+            x = random(rows, inputs, dtype=dtype)
+            truth = x.double() @ weight.double().T
+            slack = 1e-6 * inputs * (1 + float(truth.abs().max()))
+            for given, want in ((None, truth), (bias, truth + bias.double())):
+                got = linear(x, packed, given)
+                assert got.dtype == dtype
+                torch.testing.assert_close(got.double(), want, rtol=0.51 * torch.finfo(dtype).eps, atol=slack)
+
+    def test_a_row_gives_the_same_whatever_is_beside_it(self, dtype: torch.dtype) -> None:
+        x, packed = random(300, 600, dtype=dtype), Packed(random(333, 600, dtype=dtype, seed=1))
+        before = torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)
+            want = linear(x, packed)
+            for threads in (1, 2, 4):
+                torch.set_num_threads(threads)
+                for rows in (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 47, 48, 49, 239, 240, 241, 300):
+                    assert torch.equal(linear(x[-rows:], packed), want[-rows:])
+        finally:
+            torch.set_num_threads(before)
+
+    def test_what_is_not_a_number_stays_in_its_row_and_output(self, dtype: torch.dtype) -> None:
+        x, weight = random(12, 64, dtype=dtype), random(50, 64, dtype=dtype, seed=1)
+        want = linear(x, Packed(weight))
+        x[5, 10] = torch.nan
+        weight[49, 3] = torch.nan
+        got = linear(x, Packed(weight))
+        assert got[5].isnan().all() and got[:, 49].isnan().all()
+        got[5], got[:, 49] = want[5], want[:, 49]
+        assert torch.equal(got, want)
+
+
+class TestMove:
+    def test_weights_are_where_they_were(self) -> None:
+        model = tiny("llama", hidden_size=64, intermediate_size=96, vocab_size=128)
+        before = {name: (weight.data_ptr(), weight.clone()) for name, weight in model.named_parameters()}
+        runner = TransformersRunner(model, num_kv_blocks=4, pack_weights="move")
+        found = runner._bound.fused
+        assert found is not None and found.packed == (15, 15)
+        for name, module in runner._bound.model.named_modules():
+            packed = vars(module).get("packed")
+            if packed is not None:
+                where, weight = before[f"{name}.weight"]
+                assert torch.equal(packed.unpacked(), weight)
+                assert (packed.numbers.data_ptr() == where) == (len(weight) % kernels("linear").batchkit_panel() == 0)
+                assert module.weight.shape == weight.shape and module.weight.isnan().all()
+        assert model.lm_head.weight.isnan().all() and model.lm_head.weight.untyped_storage().nbytes() <= 4
+
+    @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma2", "olmo2", "phi3", "gpt_neox", "mixtral"])
+    @pytest.mark.parametrize("is_tied", [True, False])
+    def test_outputs_are_those_of_a_copy(self, family: str, is_tied: bool) -> None:
+        """The very same: both are computed by the same kernels."""
+        found = []
+        for how in ("copy", "move"):
+            model = tiny(family, tie_word_embeddings=is_tied)
+            with Engine.from_model(model, num_kv_blocks=64, pack_weights=how) as engine:
+                found.append([(o.token_ids, o.outputs[0].logprobs) for o in engine.generate(PROMPTS, GREEDY)])
+        assert found[0] == found[1]
+
+    def test_tied_embeddings(self) -> None:
+        model = tiny("llama", tie_word_embeddings=True, vocab_size=128)
+        want = model.get_input_embeddings().weight.clone()
+        where = model.lm_head.weight.data_ptr()
+        bound = optimized(bind(model), "move")
+        embeddings = bound.model.get_input_embeddings()
+        assert vars(embeddings)["packed"] is vars(bound.model.lm_head)["packed"]
+        assert torch.equal(embeddings(torch.arange(128)), want)
+        if 128 % kernels("linear").batchkit_panel() == 0:
+            assert vars(embeddings)["packed"].numbers.data_ptr() == where
+        with pytest.raises(IndexError):
+            embeddings(torch.tensor([128]))
+
+    def test_weights_that_others_use_are_copied(self) -> None:
+        """Embeddings of Gemma are scaled: what they read is left to them."""
+        model = tiny("gemma2", tie_word_embeddings=True)
+        assert model.lm_head.weight is model.get_input_embeddings().weight
+        model.lm_head.weight.data_ptr()
+        model.model.embed_tokens.max_norm = 100.0
+        want = model.lm_head.weight.clone()
+        bound = optimized(bind(model), "move")
+        assert bound.fused is not None and bound.fused.packed == (15, 15)
+        assert torch.equal(model.lm_head.weight, want)
+        assert model.model.layers[0].mlp.up_proj.weight.isnan().all()
+
+    def test_a_model_that_comes_out_otherwise_gets_its_weights_back(self, caplog: Any) -> None:
+        class Reader(nn.Module):
+            """Uses a weight behind its layer's back."""
+
+            def __init__(self, layer: nn.Linear) -> None:
+                super().__init__()
+                self.layer = [layer]
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return nn.functional.linear(x, self.layer[0].weight)
+
+        model = tiny(tie_word_embeddings=True)
+        attention = model.model.layers[1].self_attn
+        attention.q_proj, attention.spare = Reader(attention.q_proj), attention.q_proj
+        before = {name: weight.clone() for name, weight in model.named_parameters()}
+        want = bind(model).run_alone()
+        with caplog.at_level(logging.WARNING, logger="batchkit"):
+            bound = optimized(bind(model), "move")
+        assert bound.fused is None and "left as they are" in caplog.text
+        assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+        assert not any({"packed", "forward"} & vars(module).keys() for module in bound.model.modules())
+        assert torch.equal(bound.run_alone(), want)
+
+    def test_undone(self) -> None:
+        model = tiny(tie_word_embeddings=True)
+        want = model.state_dict()
+        want = {name: tensor.clone() for name, tensor in want.items()}
+        pack(model, linear_layers(model), moves=True)
+        assert model.lm_head.weight.isnan().all()
+        unpack(model)
+        assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+
+    def test_nothing_is_held_after_the_end(self) -> None:
+        engine = Engine.from_model(tiny(vocab_size=128), num_kv_blocks=8, pack_weights="move")
+        modules = engine._runner._bound.model.modules()  # type: ignore[attr-defined]
+        held = [weakref.ref(vars(module)["packed"].numbers) for module in modules if "packed" in vars(module)]
+        assert len(held) == 15
+        gc.collect()
+        gc.disable()
+        try:
+            engine.close()
+            del engine, modules
+            assert not [ref for ref in held if ref() is not None]
+        finally:
+            gc.enable()
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_from_pretrained_leaves_files_alone(self, dtype: str, tmp_path: Path) -> None:
+        """Weights may be mapped from the file that they were read from."""
+        model = tiny(vocab_size=128).to(getattr(torch, dtype))
+        model.save_pretrained(tmp_path)
+        _tokenizer().save_pretrained(tmp_path)
+
+        def digest() -> str:
+            return hashlib.sha256((tmp_path / "model.safetensors").read_bytes()).hexdigest()
+
+        before = digest()
+        with Engine.from_pretrained(str(tmp_path), num_kv_blocks=64) as engine:
+            found = engine._runner._bound.fused  # type: ignore[attr-defined]
+            assert found.packed == (15, 15)
+            got = [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
+        with Engine.from_model(model, num_kv_blocks=64, pack_weights="copy") as engine:
+            assert [output.token_ids for output in engine.generate(PROMPTS, GREEDY)] == got
+        assert digest() == before
+        with Engine.from_pretrained(str(tmp_path), num_kv_blocks=64, pack_weights=None) as engine:
+            assert engine._runner._bound.fused.packed == (0, 0)  # type: ignore[attr-defined]
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, models
+
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")))
+
+
+class TestCopy:
+    def test_the_callers_model_is_left_alone(self) -> None:
+        model = tiny()
+        before = {name: (weight.data_ptr(), weight.clone()) for name, weight in model.named_parameters()}
+        TransformersRunner(model, num_kv_blocks=4, pack_weights="copy")
+        for name, weight in model.named_parameters():
+            assert weight.data_ptr() == before[name][0] and torch.equal(weight, before[name][1])
+        assert not any("packed" in vars(module) for module in model.modules())
+
+    def test_tied_weights_are_packed_once(self) -> None:
+        model = tiny()
+        model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+        bound = optimized(bind(model), "copy")
+        first, second = (vars(layer.mlp.up_proj)["packed"] for layer in bound.model.model.layers)
+        assert first is second
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_weights_that_change_are_used_once_that_is_said(self, dtype: torch.dtype) -> None:
+        model = tiny().to(dtype)
+        with Engine.from_model(model, num_kv_blocks=64, pack_weights="copy") as engine:
+            before = engine.generate(PROMPTS, GREEDY)
+            with torch.no_grad():
+                for layer in linear_layers(model):
+                    layer.weight.mul_(-1.5)
+            head = model.lm_head.weight
+            head.data = (head.data * 2).t().contiguous().t()  # another place, and another layout
+            assert [o.token_ids for o in engine.generate(PROMPTS, GREEDY)] == [o.token_ids for o in before]
+            engine.weights_changed()
+            after = [(o.token_ids, o.outputs[0].logprobs) for o in engine.generate(PROMPTS, GREEDY)]
+        with Engine.from_model(model, num_kv_blocks=64, pack_weights="copy") as engine:
+            assert [(o.token_ids, o.outputs[0].logprobs) for o in engine.generate(PROMPTS, GREEDY)] == after
+        assert [ids for ids, _ in after] != [o.token_ids for o in before]
+
+    def test_weights_of_another_dtype(self) -> None:
+        model = tiny().bfloat16()
+        bound = optimized(bind(model), "copy")
+        model.float()
+        pack_again(bound.model)
+        want = bind(model).run_alone()
+        assert float((bound.run_alone() - want).norm() / want.norm()) < 1e-5
+        model.double()
+        pack_again(bound.model)
+        assert not any("packed" in vars(module) for module in bound.model.modules())
+        torch.testing.assert_close(bound.run_alone(), bind(model).run_alone())
+
+    def test_without_the_kernel_nothing_is_packed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fused, "_is_ours", lambda dtype: False)
+        model = tiny()
+        runner = TransformersRunner(model, num_kv_blocks=4, pack_weights="move")
+        assert runner._bound.fused is not None and runner._bound.fused.packed == (0, 0)
+        assert not any(weight.isnan().any() for weight in model.parameters())
+        TransformersRunner(model, num_kv_blocks=4, pack_weights="move", optimize=False)
+        assert not any(weight.isnan().any() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3"])
+def test_a_request_gives_the_same_whatever_is_beside_it(family: str, dtype: torch.dtype) -> None:
+    """Bit for bit, since neither attention nor a product looks at how many rows there are."""
+    with Engine.from_model(tiny(family).to(dtype), num_kv_blocks=64, attention="cpu", pack_weights="copy") as engine:
+        together = [(o.token_ids, o.outputs[0].logprobs) for o in engine.generate(PROMPTS, GREEDY)]
+        alone = [(o.token_ids, o.outputs[0].logprobs) for prompt in PROMPTS for o in engine.generate([prompt], GREEDY)]
+    assert together == alone
+
+
+def test_what_cannot_be_meant() -> None:
+    for value in ("yes", True, ""):
+        with pytest.raises(ValueError, match='pack_weights must be None, "copy" or "move", got'):
+            TransformersRunner(tiny(), num_kv_blocks=4, pack_weights=value)
