@@ -2,11 +2,11 @@
 
 For each number of rows an engine decodes that many sequences of the same length. A plain run gives the time of a step;
 an instrumented one, right after it, gives the shares: scheduling, packing (index arrays and the backend's plan),
-attention (with the writing of K and V), linear layers, what else the model computes, sampling, and the rest, which is
-the engine's bookkeeping and text.
+attention (with the writing of K and V), decoder layers whose other parts are computed together, linear layers besides,
+what else the model computes, sampling, and the rest, which is the engine's bookkeeping and text.
 
 Three floors stand beside it: the time in which the weights can be read once, the same with the KV of the rows, and the
-linear layers alone on as many rows, as they are computed in the step, one after the other. Reading is measured here, by
+linear layers alone on as many rows, with weights as in the step, one after the other. Reading is measured here, by
 summing what no cache can hold.
 
     python benchmarks/step.py --model .cache/smollm2 [--dtype float32 --batches 1,16 --context 200 --json FILE]
@@ -24,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -33,6 +34,7 @@ from transformers import AutoModelForCausalLM
 import batchkit
 from attention import read_rate
 from batchkit import ChunkedPrefillScheduler, Engine, PagedAllocator, SamplingParams, StepReport
+from batchkit.hf import decoder
 from batchkit.hf.attention import bind
 from batchkit.hf.backends import NAMES, choose_backend
 from batchkit.hf.fused import optimized
@@ -40,7 +42,7 @@ from batchkit.hf.kv_pool import block_bytes
 from batchkit.hf.runner import TransformersRunner
 
 WARM_STEPS = 3
-SHARES = ("scheduling", "packing", "attention", "linear", "other model", "sampling", "engine")
+SHARES = ("scheduling", "packing", "attention", "layers", "linear", "other model", "sampling", "engine")
 
 
 class Stopwatch:
@@ -61,8 +63,8 @@ class Stopwatch:
 
         return run
 
-    def watch_linear(self, model: nn.Module) -> list[Any]:
-        """Hooks on every linear layer, which an engine's clone of the model has as well; to be removed again."""
+    def watch_linear(self, model: nn.Module) -> None:
+        """Count linear layers that are called as such."""
         started: list[float] = []
 
         def before(*given: Any) -> None:
@@ -71,11 +73,9 @@ class Stopwatch:
         def after(*given: Any) -> None:
             self.seconds["linear"] += time.perf_counter() - started.pop()
 
-        return [
-            handle
-            for module in linear_layers(model)
-            for handle in (module.register_forward_pre_hook(before), module.register_forward_hook(after))
-        ]
+        for module in linear_layers(model):
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after)
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
@@ -102,12 +102,14 @@ def measure(model: Any, rows: int, args: argparse.Namespace) -> Measured:
     """Time `rows` sequences, without instruments and then with them."""
     plain, prefill, _ = play(model, rows, args, None)
     watch = Stopwatch()
-    hooks = watch.watch_linear(model)
-    try:
+    functions = decoder._functions
+
+    def timed(dtype: torch.dtype) -> tuple[Any, ...]:
+        before_floats, before, after_floats, after = functions(dtype)
+        return before_floats, watch.timed("layers", before), after_floats, watch.timed("layers", after)
+
+    with mock.patch.object(decoder, "_functions", timed):
         _, _, shares = play(model, rows, args, watch)
-    finally:
-        for hook in hooks:
-            hook.remove()
     return Measured(prefill, plain, shares)
 
 
@@ -123,7 +125,14 @@ def play(
     total = WARM_STEPS + args.steps + 2 + rows * length // args.max_tokens_per_step
     reports: list[StepReport] = []
     blocks = rows * -(-(length + total) // args.block_size)
-    runner = TransformersRunner(model, num_kv_blocks=blocks, block_size=args.block_size, attention=args.attention)
+    runner = TransformersRunner(
+        model,
+        num_kv_blocks=blocks,
+        block_size=args.block_size,
+        attention=args.attention,
+        optimize=not args.no_optimize,
+        pack_weights=args.pack_weights,
+    )
     scheduler = ChunkedPrefillScheduler(
         PagedAllocator(blocks, args.block_size),
         max_model_len=runner.geometry.max_model_len,
@@ -153,11 +162,11 @@ def play(
         assert all(report.output.num_tokens == rows for report in reports)
     shares: dict[str, float] = {}
     if watch is not None:
-        found = {name: value / args.steps for name, value in watch.seconds.items()}
+        found = {name: watch.seconds[name] / args.steps for name in ("packing", "attention", "layers", "linear")}
         found["scheduling"] = sum(report.schedule_s for report in reports) / args.steps
         found["sampling"] = sum(report.sample_s for report in reports) / args.steps
         execute = sum(report.execute_s for report in reports) / args.steps
-        found["other model"] = execute - found["linear"] - found["attention"] - found["packing"]
+        found["other model"] = execute - sum(found[name] for name in ("layers", "linear", "attention", "packing"))
         found["engine"] = statistics.fmean(seconds) - execute - found["scheduling"] - found["sampling"]
         shares = {name: found[name] for name in SHARES}
     return statistics.median(seconds), prefill, shares
@@ -165,7 +174,9 @@ def play(
 
 def instrument(runner: TransformersRunner, watch: Stopwatch) -> None:
     """Time the parts of a runner, from now on."""
+    assert runner._bound is not None
     watch.seconds.clear()
+    watch.watch_linear(runner._bound.model)  # a clone, of which nobody else knows
     backend: Any = runner._backend
     runner._builder.build = watch.timed("packing", runner._builder.build)  # type: ignore[method-assign]
     backend.plan = watch.timed("packing", backend.plan)
@@ -204,6 +215,8 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-tokens-per-step", type=int, default=2048, help="of the prefill")
     parser.add_argument("--attention", choices=NAMES)
+    parser.add_argument("--pack-weights", choices=("copy",), help="as for Engine.from_model; from_pretrained does so")
+    parser.add_argument("--no-optimize", action="store_true", help="as for Engine.from_model")
     parser.add_argument("--threads", type=int, help="default: torch's own number")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
@@ -211,7 +224,7 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     transformers.utils.logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
-    bound = optimized(bind(model))
+    bound = bind(model) if args.no_optimize else optimized(bind(model), args.pack_weights)
     layers = list(bound.layers.values())
     kv_bytes = sum(block_bytes(layers, 1).values())
     name = choose_backend(args.attention, layers, type(model).__name__, block_size=args.block_size).name
@@ -220,7 +233,7 @@ def main() -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     print(
         f"{args.model} in {dtype}, attention backend {name}, {torch.get_num_threads()} threads, "
-        f"context {args.context}; reading at {bandwidth / 1e9:.1f} GB/s"
+        f"weights {'packed' if args.pack_weights else 'as they are'}, context {args.context}; reading at {bandwidth / 1e9:.1f} GB/s"
     )
     print("milliseconds; shares are those of the instrumented run, in percent\n")
     print(
@@ -260,6 +273,8 @@ def main() -> None:
             "dtype": dtype,
             "attention": name,
             "context": args.context,
+            "optimize": not args.no_optimize,
+            "pack_weights": args.pack_weights,
             "block_size": args.block_size,
             "threads": torch.get_num_threads(),
             "read_bytes_per_s": bandwidth,

@@ -24,6 +24,7 @@ from batchkit.hf.attention import ATTENTION_NAME, bind
 from batchkit.hf.backends.native import BuildError, kernels
 from batchkit.hf.decoder import DecoderLayer
 from batchkit.hf.fused import _replace_layer, _Trials, fuse, optimized
+from batchkit.hf.layer_kernels import Packed
 from batchkit.hf.packing import pack
 from tiny_models import COMMON, tiny
 
@@ -130,7 +131,7 @@ class TestNumbers:
         truth = outputs(plainly(exact), doubles)
         assert replaced(layer)
         if packs:
-            pack(layer, [part for part in layer.modules() if isinstance(part, nn.Linear)], moves=True)
+            pack(layer, {part: Packed for part in layer.modules() if isinstance(part, nn.Linear)}, moves=True)
         for got, its, want in zip(outputs(layer, given), own, truth, strict=True):
             assert got.shape == its.shape == want.shape and got.dtype == dtype
             allowed = max((1.1 if tokens > 2 else 1.6) * float((its.double() - want).norm()), 1e-6 * float(want.norm()))
@@ -139,7 +140,7 @@ class TestNumbers:
     def test_do_not_depend_on_neighbours_or_threads(self, family: str, changes: Any, dtype: torch.dtype) -> None:
         layer = layer_of(family, dtype, **changes)
         assert replaced(layer)
-        pack(layer, [part for part in layer.modules() if isinstance(part, nn.Linear)], moves=False)
+        pack(layer, {part: Packed for part in layer.modules() if isinstance(part, nn.Linear)}, moves=False)
         given = inputs(layer, 300, dtype)
         before = torch.get_num_threads()
         try:
@@ -320,7 +321,7 @@ class TestWhatDoesNotFit:
         layer = layer_of("llama", torch.float32, attention_bias=True)
         assert replaced(layer)
         if packs:
-            pack(layer, [part for part in layer.modules() if isinstance(part, nn.Linear)], moves=False)
+            pack(layer, {part: Packed for part in layer.modules() if isinstance(part, nn.Linear)}, moves=False)
         given = inputs(layer, 5, torch.float32)
         norm, bias = layer.post_attention_layernorm, layer.self_attn.k_proj
         changes: list[Callable[[], Any]] = [

@@ -24,7 +24,7 @@ from batchkit.hf.attention import bind
 from batchkit.hf.backends.native import BuildError, kernels
 from batchkit.hf.fused import optimized
 from batchkit.hf.layer_kernels import Packed, linear
-from batchkit.hf.packing import pack, pack_again, unpack
+from batchkit.hf.packing import Reordered, pack, pack_again, unpack
 from batchkit.hf.runner import TransformersRunner
 from tiny_models import tiny
 
@@ -205,7 +205,7 @@ class TestMove:
         model = tiny(tie_word_embeddings=True)
         want = model.state_dict()
         want = {name: tensor.clone() for name, tensor in want.items()}
-        pack(model, linear_layers(model), moves=True)
+        pack(model, dict.fromkeys(linear_layers(model), Packed), moves=True)
         assert model.lm_head.weight.isnan().all()
         unpack(model)
         assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
@@ -300,12 +300,75 @@ class TestCopy:
 
     def test_without_the_kernel_nothing_is_packed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fused, "_is_ours", lambda dtype: False)
+        monkeypatch.setattr(fused, "_has_units", lambda dtype: False)
         model = tiny()
         runner = TransformersRunner(model, num_kv_blocks=4, pack_weights="move")
         assert runner._bound.fused is not None and runner._bound.fused.packed == (0, 0)
         assert not any(weight.isnan().any() for weight in model.parameters())
         TransformersRunner(model, num_kv_blocks=4, pack_weights="move", optimize=False)
         assert not any(weight.isnan().any() for weight in model.parameters())
+
+
+class TestReordered:
+    """By oneDNN, which does so in float32 everywhere, and in half precision where the processor has units for it."""
+
+    @pytest.fixture(autouse=True, params=DTYPES)
+    def dtype(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+        dtype: torch.dtype = request.param
+        if dtype != torch.float32 and not fused._has_units(dtype):
+            pytest.skip(f"this processor has no units for {dtype}")
+        monkeypatch.setattr(fused, "_is_ours", lambda dtype: False)
+        monkeypatch.setattr(fused, "_has_units", lambda its: its == dtype)
+        return dtype
+
+    def test_there_and_back(self, dtype: torch.dtype) -> None:
+        for shape in ((1, 1), (33, 7), (200, 300)):
+            weight, bias = random(*shape, dtype=dtype), random(shape[0], dtype=dtype)
+            packed = Reordered(weight)
+            assert packed.shape == shape and torch.equal(packed.unpacked(), weight)
+            x = random(2, 5, shape[1], dtype=dtype)
+            for given in (None, bias):
+                want = nn.functional.linear(x.double(), weight.double(), None if given is None else given.double())
+                slack = 8 * torch.finfo(dtype).eps * float(want.abs().max())
+                torch.testing.assert_close(packed.linear(x, given).double(), want, rtol=0, atol=slack)
+
+    @pytest.mark.parametrize("how", ["copy", "move"])
+    @pytest.mark.parametrize("is_tied", [True, False])
+    def test_models(self, dtype: torch.dtype, how: Any, is_tied: bool) -> None:
+        model = tiny("qwen2", tie_word_embeddings=is_tied).to(dtype)
+        want = bind(model).run_alone()
+        bound = optimized(bind(model), how)
+        assert bound.fused is not None and bound.fused.linear == bound.fused.packed == (15, 15)
+        kinds = {type(vars(module)["packed"]) for module in bound.model.modules() if "packed" in vars(module)}
+        assert kinds == {Reordered}
+        got = bound.run_alone()
+        assert float((got - want).norm() / want.norm()) < 20 * torch.finfo(dtype).eps
+        # Embeddings read what they have always read.
+        assert model.lm_head.weight.isnan().all() == (how == "move" and not is_tied)
+        assert model.model.layers[0].mlp.up_proj.weight.isnan().all() == (how == "move")
+
+    def test_weights_that_change(self, dtype: torch.dtype) -> None:
+        model = tiny().to(dtype)
+        bound = optimized(bind(model), "copy")
+        before = bound.run_alone()
+        model.lm_head.weight.data = model.lm_head.weight.data * 2
+        assert torch.equal(bound.run_alone(), before)
+        pack_again(bound.model)
+        torch.testing.assert_close(bound.run_alone(), 2 * before)
+        model.double()
+        pack_again(bound.model)
+        torch.testing.assert_close(bound.run_alone(), bind(model).run_alone())
+
+    def test_not_without_packing(self, dtype: torch.dtype) -> None:
+        bound = optimized(bind(tiny().to(dtype)))
+        assert bound.fused is not None and bound.fused.linear == (0, 0)
+
+    def test_inputs_that_do_not_fit(self, dtype: torch.dtype) -> None:
+        bound = optimized(bind(tiny().to(dtype)), "move")
+        layer = bound.model.lm_head
+        for given in (torch.ones(3, 32, dtype=torch.float64), torch.ones(3, 16, dtype=dtype)):
+            with pytest.raises(RuntimeError):
+                layer(given)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -30,7 +30,7 @@ from typing_extensions import override
 from .backends.native import kernels
 from .decoder import kind_of, parts_of, try_layer
 from .layer_kernels import DTYPES, Packed, linear, norm, rotary
-from .packing import pack, unpack
+from .packing import Reordered, pack, unpack
 from .replaceable import activation_of, agree, gated_by, is_plain, norm_of, traits
 
 if TYPE_CHECKING:
@@ -80,17 +80,17 @@ class Fused(NamedTuple):
         return ", ".join(parts) or "nothing: it has nothing of the kind"
 
 
-@functools.cache
 def _is_ours(dtype: torch.dtype) -> bool:
-    """Whether linear layers of this dtype are for our kernel.
+    """Whether linear layers of this dtype are for our kernel."""
+    return dtype in DTYPES and not _has_units(dtype)
 
-    They are in float32, and in half precision unless torch has instructions for such products, as the kernel has not.
-    """
-    if dtype == torch.float32:
-        return True
+
+@functools.cache
+def _has_units(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has instructions for products in a dtype that our kernel does not use."""
     name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
     is_fast = None if name is None else getattr(torch.ops.mkldnn, name, None)
-    return is_fast is not None and not is_fast()
+    return is_fast is not None and bool(is_fast())
 
 
 def optimized(bound: BoundModel, pack_weights: PackWeights | None = None) -> BoundModel:
@@ -111,10 +111,14 @@ def optimized(bound: BoundModel, pack_weights: PackWeights | None = None) -> Bou
     except Exception as error:  # then nothing can be compared
         logger.debug("%s: no fused layers: %r", name, error)
         return bound
-    fused, replaced = fuse(bound.model, bound.layers)
+    fused, replaced = fuse(bound.model, bound.layers, packs=pack_weights is not None)
     try:
         if pack_weights is not None:
-            layers = [module for module in replaced if isinstance(module, nn.Linear)]
+            layers = {
+                module: Packed if _is_ours(module.weight.dtype) else Reordered
+                for module in replaced
+                if isinstance(module, nn.Linear)
+            }
             count = pack(bound.model, layers, moves=pack_weights == "move")
             fused = fused._replace(packed=(count, fused.linear[1]))
         is_alike = not replaced or _is_alike(bound.run_alone(), before)
@@ -129,12 +133,13 @@ def optimized(bound: BoundModel, pack_weights: PackWeights | None = None) -> Bou
     return replace(bound, fused=fused)
 
 
-def fuse(model: nn.Module, attention: Iterable[nn.Module]) -> tuple[Fused, list[nn.Module]]:
+def fuse(model: nn.Module, attention: Iterable[nn.Module], *, packs: bool = False) -> tuple[Fused, list[nn.Module]]:
     """Replace what can be replaced in a clone; its weights stay where they are.
 
     Args:
         model: a clone, all of whose weights are on the CPU.
         attention: its attention modules.
+        packs: whether weights will be packed, as they have to be for oneDNN.
 
     Returns:
         How many modules were replaced, and which.
@@ -158,9 +163,12 @@ def fuse(model: nn.Module, attention: Iterable[nn.Module]) -> tuple[Fused, list[
             dtype = weight.dtype if isinstance(weight, torch.Tensor) else model_dtype
             if not (act._forward_hooks or act._forward_pre_hooks):
                 trials.replace("gated", module, _mlp_kind(module, dtype), functools.partial(_try_gated, module, dtype))
-        elif type(module) is nn.Linear and is_plain(weight) and _is_ours(module.weight.dtype):
+        elif type(module) is nn.Linear and is_plain(weight):
             dtype = module.weight.dtype
-            trials.replace("linear", module, (nn.Linear, dtype), functools.partial(_try_linear, dtype))
+            if _is_ours(dtype):
+                trials.replace("linear", module, (nn.Linear, dtype), functools.partial(_try_linear, dtype))
+            elif packs and _has_units(dtype):
+                trials.replace("linear", module, (nn.Linear, dtype), functools.partial(_try_reordered, dtype))
     for module in attention:
         turn = getattr(_unwrapped(type(module).forward), "__globals__", {}).get(_ROTARY)
         if turn is not None and "forward" not in vars(module):
@@ -314,6 +322,36 @@ def _linear_forward(module: Any, *, dtype: torch.dtype) -> Callable[..., Any]:
         if fits:
             return linear(x, weight, bias)
         return nn.functional.linear(x, weight.unpacked() if isinstance(weight, Packed) else weight, bias)
+
+    return forward
+
+
+def _try_reordered(dtype: torch.dtype) -> _Make | None:
+    module = nn.Linear(70, 37)
+    x = torch.randn(20, 70)
+
+    def own(each: torch.dtype) -> torch.Tensor:
+        result: torch.Tensor = copy.deepcopy(module).to(each)(x.to(each))
+        return torch.stack([result] * 2)
+
+    def ours(each: torch.dtype) -> torch.Tensor:
+        if each != dtype:  # in which it will not be used
+            return own(each)
+        weight, bias = Reordered(module.weight.to(each)), module.bias.to(each)
+        return torch.stack([weight.linear(x.to(each), bias), weight.linear(x.to(each), None) + bias])
+
+    return functools.partial(_reordered_forward, dtype=dtype) if agree(ours, own, dtype) else None
+
+
+def _reordered_forward(module: Any, *, dtype: torch.dtype) -> Callable[..., Any]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        packed: Reordered | None = vars(module).get("packed")
+        bias = module.bias
+        if packed is None:
+            return nn.functional.linear(x, module.weight, bias)
+        if x.dtype == dtype and x.shape[-1] == packed.shape[1] and (bias is None or bias.dtype == dtype):
+            return packed.linear(x, bias)
+        return nn.functional.linear(x, packed.unpacked(), bias)
 
     return forward
 

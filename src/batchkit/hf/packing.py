@@ -1,7 +1,8 @@
 """Weights of linear layers, and of the embeddings tied to them, in the order in which kernels read them.
 
-A kernel that finds its weights in the order of its loops takes about half the time of one that has to turn them, and a
-row's result then does not depend on how many rows there are. That costs either a second set of weights, or the first.
+A kernel that finds its weights in the order of its loops takes about half the time of one that has to turn them. That
+costs either a second set of weights, or the first. Kernels are ours (`Packed`: a row's result then does not depend on
+how many rows there are), or oneDNN's for what the processor has units for (`Reordered`).
 """
 
 from __future__ import annotations
@@ -16,44 +17,80 @@ from torch import nn
 from .layer_kernels import DTYPES, Packed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Mapping
 
-__all__ = ["pack", "pack_again", "unpack"]
+__all__ = ["AnyPacked", "Reordered", "pack", "pack_again", "unpack"]
 
 
-def pack(model: nn.Module, layers: Iterable[nn.Linear], *, moves: bool) -> int:
+class Reordered:
+    """Weights of a linear layer in the order of oneDNN.
+
+    Attributes:
+        numbers: all of them, [outputs, inputs], opaque to all but oneDNN.
+    """
+
+    def __init__(self, weight: torch.Tensor, *, in_place: bool = False) -> None:
+        """Copy weights, [outputs, inputs], in another order; `in_place` is for `Packed`."""
+        self.fill(weight)
+
+    @property
+    def shape(self) -> torch.Size:
+        """[outputs, inputs]."""
+        return self.numbers.shape
+
+    def fill(self, weight: torch.Tensor) -> None:
+        """Have other weights of the same shape and dtype."""
+        self.numbers: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+
+    def unpacked(self) -> torch.Tensor:
+        """The weights as they were, [outputs, inputs]."""
+        return self.numbers.to_dense()
+
+    def linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """As `torch.nn.functional.linear`: [..., outputs] of x, [..., inputs]."""
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.numbers, bias, "none", [], "")
+        return result
+
+
+AnyPacked = Packed | Reordered
+
+
+def pack(model: nn.Module, layers: Mapping[nn.Linear, type[AnyPacked]], *, moves: bool) -> int:
     """Give linear layers an attribute ``packed`` beside their weight.
 
     Args:
         model: which has them.
-        layers: those that are computed by the kernel.
+        layers: those that are computed by a kernel, and how its weights are.
         moves: give up the weights themselves, one after another, wherever nothing but such layers and plain embeddings
             has them: then hardly more memory is taken than before. What is left of a weight has its shape, and is NaN.
 
     Returns:
         How many layers have packed weights.
     """
-    packable = set(layers)
     owners: dict[int, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
         for parameter in module._parameters.values():
             owners[id(parameter)].append(module)
-    done: dict[int, Packed] = {}
-    for layer in packable:
+    done: dict[int, AnyPacked] = {}
+    for layer, kind in layers.items():
         weight: Any = layer.weight
         if id(weight) not in done:
-            done[id(weight)] = _pack(weight, owners[id(weight)], packable, moves=moves)
+            its = owners[id(weight)]
+            gives_up = moves and all(
+                layers.get(owner) is kind or (kind is Packed and _is_plain_embedding(owner))  # type: ignore[call-overload]
+                for owner in its
+            )
+            done[id(weight)] = _pack(weight, kind, its, gives_up=gives_up)
         vars(layer)["packed"] = done[id(weight)]
-    return len(packable)
+    return len(layers)
 
 
-def _pack(weight: Any, owners: list[nn.Module], packable: set[nn.Linear], *, moves: bool) -> Packed:
-    moves = moves and all(owner in packable or _is_plain_embedding(owner) for owner in owners)
-    packed = Packed(weight.data, in_place=moves)
-    if moves:
+def _pack(weight: Any, kind: type[AnyPacked], owners: list[nn.Module], *, gives_up: bool) -> AnyPacked:
+    packed = kind(weight.data, in_place=gives_up)
+    if gives_up:
         weight.data = weight.data.new_full((1, 1), math.nan).expand(weight.shape)
         for owner in owners:
-            if isinstance(owner, nn.Embedding):
+            if isinstance(owner, nn.Embedding) and isinstance(packed, Packed):
                 vars(owner).update(packed=packed, forward=packed.rows)
     return packed
 
@@ -65,7 +102,7 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 def unpack(model: nn.Module) -> None:
     """Undo `pack`."""
     for module in model.modules():
-        packed: Packed | None = vars(module).pop("packed", None)
+        packed: AnyPacked | None = vars(module).pop("packed", None)
         if packed is None:
             continue
         weight: Any = module._parameters["weight"]
@@ -77,9 +114,9 @@ def unpack(model: nn.Module) -> None:
 
 def pack_again(model: nn.Module) -> None:
     """Pack anew the weights that were copied. Those that were given up are what they are."""
-    done: dict[int, Packed | None] = {}
+    done: dict[int, AnyPacked | None] = {}
     for module in model.modules():
-        packed: Packed | None = vars(module).get("packed")
+        packed: AnyPacked | None = vars(module).get("packed")
         if packed is None:
             continue
         weight: Any = module._parameters["weight"]
@@ -93,11 +130,11 @@ def pack_again(model: nn.Module) -> None:
             vars(module)["packed"] = done[id(packed)]
 
 
-def _packed_anew(packed: Packed, weight: torch.Tensor) -> Packed | None:
+def _packed_anew(packed: AnyPacked, weight: torch.Tensor) -> AnyPacked | None:
     if weight.dtype not in DTYPES or weight.device.type != "cpu" or weight.dim() != 2:
         return None
     if weight.shape != packed.shape or weight.dtype != packed.numbers.dtype:
-        return Packed(weight)
+        return Packed(weight) if isinstance(packed, Packed) else None
     packed.fill(weight)
     return packed
 
