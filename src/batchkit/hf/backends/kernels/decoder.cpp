@@ -4,11 +4,35 @@
 // So nothing but queries, keys, values and hidden states is rounded or leaves the cache, and Python is asked twice. Rows go
 // through together, TOGETHER at most, in phases between which the threads wait for each other.
 
+#include <atomic>
 #include <omp.h>
+#include <sched.h>
 
 #include "linear.h"
 
 namespace {
+
+// Where the threads of a call wait for each other. OpenMP's own barrier spins for milliseconds: where two threads share a
+// processor, because somebody else has the other one, each then waits for the end of the other's time slice.
+class Meeting {
+    static constexpr int PATIENCE = 4096;  // spins, some dozen microseconds
+    std::atomic<int> here{0}, round{0};
+
+  public:
+    void wait() {
+        const int now = round.load(std::memory_order_relaxed);
+        if (here.fetch_add(1, std::memory_order_acq_rel) + 1 == omp_get_num_threads()) {
+            here.store(0, std::memory_order_relaxed);
+            round.store(now + 1, std::memory_order_release);
+            return;
+        }
+        for (int spins = 0; round.load(std::memory_order_acquire) == now; spins++)
+            if (spins < PATIENCE)
+                _mm_pause();
+            else
+                sched_yield();
+    }
+};
 
 // Root mean square norm over groups of `width` numbers; none if width is 0.
 template <class T>
@@ -57,7 +81,8 @@ inline void add(float *to, const T *from, int64_t count) {
     for (; i < count; i++) to[i] += load1(from + i);
 }
 
-// For each panel of the matrix and some of the rows: done(first row, rows, panel, sums). To be called by all threads.
+// For each panel of the matrix and some of the rows: done(first row, rows, panel, sums). To be called by all threads, which
+// do not wait for each other.
 template <class T, class Done>
 inline void each_piece(const Matrix<T> &matrix, const float *x, int64_t rows, float *work, const Done &done) {
     const int64_t part = piece_rows(matrix, rows), parts = (rows + part - 1) / part;
@@ -94,20 +119,22 @@ void before(const Before<T> &b) {
     float *sums[3] = {x + together * inputs};
     for (int side = 1; side < 3; side++) sums[side] = sums[side - 1] + together * matrices[side - 1]->outputs;
     float *const works = sums[2] + together * b.value.outputs;
+    Meeting meeting;
 #pragma omp parallel num_threads((int)b.num_threads)
     {
         float *const work = works + omp_get_thread_num() * multiply_floats();
         for (int64_t begin = 0; begin < b.rows; begin += TOGETHER) {
             const int64_t rows = least(TOGETHER, b.rows - begin);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
             for (int64_t row = 0; row < rows; row++) {
                 widen(b.hidden + (begin + row) * inputs, inputs, x + row * inputs);
                 apply(b.norm, x + row * inputs, inputs);
             }
+            meeting.wait();
             for (int side = 0; side < 3; side++)
                 product(*matrices[side], x, rows, work, sums[side], matrices[side]->outputs);
-#pragma omp barrier
-#pragma omp for schedule(static)
+            meeting.wait();
+#pragma omp for schedule(static) nowait
             for (int64_t row = 0; row < rows; row++)
                 for (int side = 0; side < 3; side++) {
                     const int64_t outputs = matrices[side]->outputs;
@@ -122,6 +149,7 @@ void before(const Before<T> &b) {
                         finish(from, (const T *)nullptr, outputs, to);
                     }
                 }
+            meeting.wait();
         }
     }
 }
@@ -141,24 +169,27 @@ void after(const After<T> &a) {
     float *const sums = stream + together * width;
     float *const gated = sums + together * width;
     float *const works = gated + together * inner;
+    Meeting meeting;
 #pragma omp parallel num_threads((int)a.num_threads)
     {
         float *const kept = works + omp_get_thread_num() * (multiply_floats() + TOGETHER * PANEL);
         float *const work = kept + TOGETHER * PANEL;
         for (int64_t begin = 0; begin < a.rows; begin += TOGETHER) {
             const int64_t rows = least(TOGETHER, a.rows - begin);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
             for (int64_t row = 0; row < rows; row++)
                 widen(a.attended + (begin + row) * a.out.inputs, a.out.inputs, x + row * a.out.inputs);
+            meeting.wait();
             product(a.out, x, rows, work, stream, width);
-#pragma omp barrier
-#pragma omp for schedule(static)
+            meeting.wait();
+#pragma omp for schedule(static) nowait
             for (int64_t row = 0; row < rows; row++) {
                 apply(a.attention_norm, stream + row * width, width);
                 add(stream + row * width, a.hidden + (begin + row) * width, width);
                 std::memcpy(x + row * width, stream + row * width, width * sizeof(float));
                 apply(a.norm, x + row * width, width);
             }
+            meeting.wait();
             each_piece(a.gate, x, rows, work, [&](int64_t first, int64_t count, int64_t panel, const float *gate) {
                 const int64_t at = panel * PANEL;
                 for (int64_t row = 0; row < count; row++)
@@ -171,15 +202,16 @@ void after(const After<T> &a) {
                     gate_by(kept + row * PANEL, to, to, a.up.width(panel), a.activation);
                 }
             });
-#pragma omp barrier
+            meeting.wait();
             product(a.down, gated, rows, work, sums, width);
-#pragma omp barrier
-#pragma omp for schedule(static)
+            meeting.wait();
+#pragma omp for schedule(static) nowait
             for (int64_t row = 0; row < rows; row++) {
                 apply(a.mlp_norm, sums + row * width, width);
                 add(sums + row * width, stream + row * width, width);
                 finish(sums + row * width, (const T *)nullptr, width, a.result + (begin + row) * width);
             }
+            meeting.wait();
         }
     }
 }
