@@ -224,9 +224,11 @@ class Engine:
         Raises:
             UnsupportedModel: the model cannot be bound; with every reason.
         """
+        from .hf.garbage import seldom_collected
         from .hf.loading import load_model
 
-        model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
+        with seldom_collected():
+            model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
         return cls.from_model(model, tokenizer, **{"pack_weights": "move", **options})
 
     @classmethod

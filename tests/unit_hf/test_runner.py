@@ -466,18 +466,25 @@ class TestLoading:
         with pytest.raises(ValueError, match=f"such as \"float32\", got '{dtype}'"):
             load_weights("name/on-the-hub", dtype=dtype)
 
-    @pytest.mark.parametrize("has_units", [True, False])
-    def test_half_precision_on_a_cpu_without_units_is_said(
-        self, has_units: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    @pytest.mark.parametrize(("has_units", "has_kernels"), [(True, False), (False, True), (False, False)])
+    def test_half_precision_on_a_cpu_without_units_and_kernels_is_said(
+        self,
+        has_units: bool,
+        has_kernels: bool,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         monkeypatch.setattr(loading, "_has_half_units", lambda: has_units)
+        monkeypatch.setattr(loading, "_has_kernels", lambda: has_kernels)
         tiny().save_pretrained(tmp_path)
         with caplog.at_level(logging.WARNING, logger="batchkit"):
             load_weights(tmp_path, device="cpu")
             assert not caplog.records
             load_weights(tmp_path, device="cpu", dtype="bfloat16")
-        assert len(caplog.records) == (not has_units)
-        assert has_units or "bfloat16 on a CPU that has no units for it" in caplog.records[0].message
+        is_slow = not has_units and not has_kernels
+        assert len(caplog.records) == is_slow
+        assert not is_slow or "bfloat16 on a CPU that has no units for it" in caplog.records[0].message
 
 
 def test_arguments_that_nobody_takes_are_named_before_anything_is_made() -> None:

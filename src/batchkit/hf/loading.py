@@ -72,7 +72,8 @@ def load_weights(
     with _no_progress_bar():
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     model = model.to(default_device() if device is None else device).eval()
-    if model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16) and not _has_half_units():
+    is_half = model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16)
+    if is_half and not _has_half_units() and not _has_kernels():
         logger.warning(
             '%s on a CPU that has no units for it is slow: dtype="float32" is faster',
             str(model.dtype).removeprefix("torch."),
@@ -86,6 +87,16 @@ def _has_half_units() -> bool:
         return True
     flags = cpu_flags()
     return not flags or "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _has_kernels() -> bool:
+    from .backends.native import BuildError, kernels
+
+    try:
+        kernels("linear")
+    except BuildError:
+        return False
+    return True
 
 
 def cpu_flags() -> set[str]:
