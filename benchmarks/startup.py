@@ -1,4 +1,7 @@
-"""From a fresh process to the first token: imports, loading, first step. The file cache is warm after the first repeat.
+"""From a fresh process to the first token: imports, loading, first step; and what of it is transformers' own.
+
+In turn with each process, transformers loads the same model in one of its own, and makes no token: nothing that runs
+its models takes less. The file cache is warm after the first repeat.
 
 python benchmarks/startup.py --model .cache/smollm2
 """
@@ -16,19 +19,18 @@ from pathlib import Path
 
 COLUMNS = {
     "start_s": "the interpreter's own start",
-    "import_s": "importing batchkit, torch and transformers",
-    "load_s": "Engine.from_pretrained",
+    "import_s": "importing batchkit",
+    "load_s": "Engine.from_pretrained, which imports torch and transformers",
     "first_token_s": "add_request to the first token",
-    "without_import_s": "from_pretrained to the first token, imports done before",
-    "with_import_s": "everything",
+    "all_s": "everything",
+    "transformers_s": "transformers alone: imports, the model and its tokenizer, no token",
 }
 
 
-def child(model: str, dtype: str, started: float) -> None:
-    """Run in a process of its own: print the seconds of each part as JSON. `started` is the parent's wall clock."""
+def serve(model: str, dtype: str, started: float) -> dict[str, float]:
+    """The seconds of each part; run in a process of its own. `started` is the parent's wall clock."""
     begin = time.time()
     from batchkit import Engine, SamplingParams
-    from batchkit.hf import runner  # noqa: F401 - brings torch and what the engine uses of transformers
 
     imported = time.time()
     with Engine.from_pretrained(model, dtype=dtype) as engine:
@@ -37,15 +39,25 @@ def child(model: str, dtype: str, started: float) -> None:
         while not any(output.new_token_ids for output in engine.step()):
             pass
         done = time.time()
-    parts = {
+    return {
         "start_s": begin - started,
         "import_s": imported - begin,
         "load_s": loaded - imported,
         "first_token_s": done - loaded,
-        "without_import_s": done - imported,
-        "with_import_s": done - started,
+        "all_s": done - started,
     }
-    print(json.dumps(parts))
+
+
+def load(model: str, dtype: str, started: float) -> dict[str, float]:
+    """As `serve`, without batchkit."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    AutoTokenizer.from_pretrained(model)
+    return {"transformers_s": time.time() - started}
+
+
+PARTS = {"serve": serve, "load": load}
 
 
 def main() -> None:
@@ -54,23 +66,34 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/startup.json"))
-    parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.child is not None:
-        child(args.model, args.dtype, args.child)
+    if args.part is not None:
+        print(json.dumps(PARTS[args.part](args.model, args.dtype, args.started)))
         return
 
     runs: list[dict[str, float]] = []
     for _ in range(args.repeat):
-        command = [sys.executable, __file__, "--model", args.model, "--dtype", args.dtype, "--child", repr(time.time())]
-        done = subprocess.run(
-            command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"}
-        )
-        runs.append(json.loads(done.stdout.splitlines()[-1]))
+        run: dict[str, float] = {}
+        for part in PARTS:
+            command = [sys.executable, __file__, "--model", args.model, "--dtype", args.dtype, "--part", part]
+            done = subprocess.run(
+                [*command, "--started", repr(time.time())],
+                check=True,
+                stdout=subprocess.PIPE,
+                stderr=None if part == "serve" else subprocess.DEVNULL,  # a bar for the weights
+                text=True,
+                env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            )
+            run |= json.loads(done.stdout.splitlines()[-1])
+        runs.append(run)
     print(f"{args.model}, {args.dtype}, median of {args.repeat} fresh processes (lowest, highest)")
     for key, meaning in COLUMNS.items():
         values = [run[key] for run in runs]
         print(f"{statistics.median(values):8.2f} s  ({min(values):.2f}, {max(values):.2f})  {meaning}")
+    ratio = statistics.median(run["all_s"] / run["transformers_s"] for run in runs)
+    print(f"{ratio:8.2f} times what transformers alone takes, median of the ratios")
     args.json.parent.mkdir(parents=True, exist_ok=True)
     record = {"model": args.model, "dtype": args.dtype, "runs": runs}
     args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

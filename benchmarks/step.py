@@ -233,7 +233,8 @@ def main() -> None:
     dtype = str(model.dtype).removeprefix("torch.")
     print(
         f"{args.model} in {dtype}, attention backend {name}, {torch.get_num_threads()} threads, "
-        f"weights {'packed' if args.pack_weights else 'as they are'}, context {args.context}; reading at {bandwidth / 1e9:.1f} GB/s"
+        f"weights {'packed' if args.pack_weights else 'as they are'}, context {args.context}; "
+        f"reading at {bandwidth / 1e9:.1f} GB/s"
     )
     print("milliseconds; shares are those of the instrumented run, in percent\n")
     print(

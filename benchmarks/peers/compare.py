@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
@@ -47,6 +48,7 @@ class Peer:
         start_s: until its first token.
         found: seconds by what was measured, one for each repeat.
         peak_mb: the most memory that it had.
+        versions: of what it runs with.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Peer:
     start_s: float = 0.0
     found: dict[str, list[float]] = field(default_factory=dict)
     peak_mb: float = 0.0
+    versions: dict[str, str] = field(default_factory=dict)
 
     def run(self, prompt: int, lengths: list[int], seed: int) -> float:
         """Seconds."""
@@ -66,7 +69,7 @@ class Peer:
 
     def wait(self, started: float) -> None:
         """Until it is ready."""
-        self._answer()
+        self.versions = self._answer()["versions"]
         self.start_s = time.perf_counter() - started
 
     def _answer(self) -> dict[str, Any]:
@@ -118,6 +121,23 @@ def row(what: str, peers: list[Peer]) -> str:
     return " ".join(cells)
 
 
+def machine() -> dict[str, Any]:
+    """The processor, as far as the system tells."""
+    words: list[str] = []
+    name = platform.processor() or platform.machine()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                name = value.strip()
+            elif key.strip() == "flags":
+                words = value.split()
+    except OSError:
+        pass
+    units = [unit for unit in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if unit in words]
+    return {"processor": name, "cores": len(os.sched_getaffinity(0)), "units": units}
+
+
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -160,9 +180,15 @@ def main() -> None:
             "model": args.model,
             "dtype": args.dtype,
             "date": time.strftime("%Y-%m-%d"),
-            "machine": platform.processor() or platform.machine(),
+            "machine": machine(),
             "engines": {
-                peer.name: {"start_s": peer.start_s, "peak_mb": peer.peak_mb, "found": peer.found} for peer in peers
+                peer.name: {
+                    "versions": peer.versions,
+                    "start_s": peer.start_s,
+                    "peak_mb": peer.peak_mb,
+                    "found": peer.found,
+                }
+                for peer in peers
             },
         }
         Path(args.json).write_text(json.dumps(record, indent=1) + "\n")

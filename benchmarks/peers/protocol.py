@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Callable
+from importlib import metadata
 from typing import Any
 
 Generate = Callable[[list[list[int]], list[int]], int]
@@ -36,8 +37,14 @@ def prompts_of(count: int, length: int, vocab: int, seed: int) -> list[list[int]
     return [[rng.randrange(vocab // 100, vocab) for _ in range(length)] for _ in range(count)]
 
 
-def serve(args: argparse.Namespace, make: Callable[[argparse.Namespace], Generate]) -> None:
-    """Be the process: answers go to what standard output was, and whatever the engine prints to standard error."""
+def serve(args: argparse.Namespace, make: Callable[[argparse.Namespace], Generate], packages: tuple[str, ...]) -> None:
+    """Be the process: answers go to what standard output was, and whatever the engine prints to standard error.
+
+    Args:
+        args: of `options`.
+        make: the engine.
+        packages: whose versions are told.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -47,7 +54,7 @@ def serve(args: argparse.Namespace, make: Callable[[argparse.Namespace], Generat
 
     generate = make(args)
     generate(prompts_of(1, 8, args.vocab, 0), [1])
-    say(ready=True)
+    say(versions={name: metadata.version(name) for name in packages})
     generate(prompts_of(4, 128, args.vocab, 1), [4] * 4)
     for line in sys.stdin:
         run = json.loads(line)

@@ -33,4 +33,4 @@ if __name__ == "__main__":
     parser.add_argument("--tokens-per-step", type=int, default=512)
     parser.add_argument("--attention")
     parser.add_argument("--plain", action="store_true")
-    serve(parser.parse_args(), make)
+    serve(parser.parse_args(), make, ("batchkit", "torch", "transformers"))

@@ -38,4 +38,4 @@ def make(args: argparse.Namespace) -> Generate:
 
 
 if __name__ == "__main__":
-    serve(options().parse_args(), make)
+    serve(options().parse_args(), make, ("openvino-genai", "openvino"))

