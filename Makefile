@@ -24,7 +24,7 @@ OLDEST_TESTS := tests/unit_hf tests/parity
 XFORMERS_TESTS := tests/interpreted
 
 .DELETE_ON_ERROR:
-.PHONY: help demo env model test test-fast test-oldest test-xformers check format bench bench-peers experiment experiment-measured models-doc gpu-check clean clean-all
+.PHONY: help demo env model test test-fast test-oldest test-xformers check format bench bench-smoke bench-peers experiment experiment-measured models-doc gpu-check clean clean-all
 
 help:
 	@echo "make demo         set everything up, answer examples/prompts.jsonl with SmolLM2-135M, print the figures"
@@ -35,6 +35,7 @@ help:
 	@echo "make check        ruff and mypy"
 	@echo "make format       ruff, mending what it can"
 	@echo "make bench        the benchmarks: scheduling, long jobs, the trace, sampling, prefixes, start-up, throughput"
+	@echo "make bench-smoke  whether a change made the engine slower, by counts and ratios; a minute"
 	@echo "make bench-peers  batchkit beside vLLM, OpenVINO GenAI and transformers on this CPU; gigabytes, and an hour"
 	@echo "make experiment   the figures of docs/experiment.md: the 2023 experiment, simulated; minutes"
 	@echo "make experiment-measured  the same page's: the experiment on SmolLM2-135M, and how well it is predicted; an hour"
@@ -124,6 +125,9 @@ bench: env model
 	$(BIN)/python benchmarks/prefix.py --model $(MODEL)
 	$(BIN)/python benchmarks/startup.py --model $(MODEL)
 	$(BIN)/python benchmarks/throughput.py --model $(MODEL)
+
+bench-smoke: env
+	PYTHONHASHSEED=0 $(BIN)/python benchmarks/smoke.py
 
 experiment: env
 	$(BIN)/python benchmarks/original.py --plot docs/pictures/original.svg

@@ -23,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -270,7 +271,7 @@ def main() -> None:
     print("\nx floor: the decode step over the linear layers alone plus the KV read once")
     if args.json:
         head = {
-            "model": args.model,
+            "model": Path(args.model).name,
             "dtype": dtype,
             "attention": name,
             "context": args.context,

@@ -177,7 +177,7 @@ def main() -> None:
     print(f"\nmedians of {args.repeat}; in brackets: {peers[0].name} is so many times as fast")
     if args.json:
         record = {
-            "model": args.model,
+            "model": Path(args.model).name,
             "dtype": args.dtype,
             "date": time.strftime("%Y-%m-%d"),
             "machine": machine(),

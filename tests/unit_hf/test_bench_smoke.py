@@ -92,6 +92,7 @@ def test_a_loop_over_the_queue_is_found(little: None, monkeypatch: pytest.Monkey
     assert found["context"] == "ok"
 
 
+@pytest.mark.slow
 def test_a_row_that_costs_more_is_found_by_the_record(
     little: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -142,6 +143,7 @@ def slow_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CpuBackend, "attend", slower)
 
 
+@pytest.mark.slow
 def test_slow_kernels_are_found(has_kernels: None, slow_attention: None) -> None:
     found = {check.name: check.verdict for check in smoke.model_checks(smoke.TINY)}
     assert found["attention, decode"] == found["attention, prefill"] == "SLOWER"

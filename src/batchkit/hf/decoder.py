@@ -300,29 +300,37 @@ class Workspace:
 
     Attributes:
         waves: cosines and sines that were last looked at, as the model has them.
+        context: of the step in which that was.
         wave: the shape of both, [1, tokens, head width].
         dtype: of both.
+        generation: changes when anything comes to be in another place.
     """
 
     def __init__(self) -> None:
         self.waves: Any = None
+        self.context: Any = None
         self.wave: torch.Size | None = None
         self.dtype: torch.dtype | None = None
-        self._cos_sin: tuple[torch.Tensor, ...] = ()
+        self.generation = 0
+        self._copies: list[torch.Tensor] = []
         self._key: tuple[Any, ...] = ()
         self._outs: tuple[torch.Tensor, ...] = ()
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def take_waves(self, waves: Any) -> bool:
-        """Whether they are a pair of tensors that are alike."""
+    def take_waves(self, waves: Any, context: Any) -> bool:
+        """Copy them, if they are a pair of tensors that are alike; whether they are."""
         if not isinstance(waves, tuple) or len(waves) != 2:
             return False
         cos, sin = waves
         if cos.shape != sin.shape or cos.dtype != sin.dtype:
             return False
-        # Kept, so that nothing else can come to be where they are.
-        self.waves, self._cos_sin = waves, (cos.contiguous(), sin.contiguous())
-        self.wave, self.dtype = cos.shape, cos.dtype
+        if cos.shape != self.wave or cos.dtype != self.dtype:
+            self.wave, self.dtype = cos.shape, cos.dtype
+            self._copies = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in waves]
+            self.generation += 1
+        for copied, each in zip(self._copies, waves, strict=True):
+            copied.copy_(each)
+        self.waves, self.context = waves, context  # kept, so that nothing else can be taken for them
         return True
 
     def take(self, before: _Before, after: _After, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -331,7 +339,6 @@ class Workspace:
         Returns:
             Where its queries, keys and values come to be, [tokens, heads, width] each.
         """
-        before.cos, before.sin = (wave.data_ptr() for wave in self._cos_sin)
         width = before.head_width
         sides = before.query.outputs, before.key.outputs, before.value.outputs
         key = (before.rows, before.num_threads, width, *sides, after.gate.outputs, after.out.outputs, dtype)
@@ -343,9 +350,11 @@ class Workspace:
                 torch.empty(before.rows, side // width, width, dtype=dtype, device="cpu") for side in sides
             )
             self._key = key
+            self.generation += 1
+        before.cos, before.sin = (each.data_ptr() for each in self._copies)
         before.scratch = after.scratch = self._scratch.data_ptr()
-        outs = before.outs
-        outs[0], outs[1], outs[2] = (out.data_ptr() for out in self._outs)
+        for index, out in enumerate(self._outs):
+            before.outs[index] = out.data_ptr()
         return self._outs
 
 
@@ -398,6 +407,9 @@ class DecoderLayer:
         self._kept: list[tuple[dict[str, Any], str, int, torch.Tensor]] = []
         self._fits = False
         self._workspace = workspace
+        self._numbers = parts.linear["query"].weight.numel()
+        self._outs: tuple[torch.Tensor, ...] = ()
+        self._taken = (0, 0, -1)  # tokens, threads and generation for which everything is in its place
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the layer's own."""
@@ -415,7 +427,7 @@ class DecoderLayer:
             or hidden_states.shape[0] != 1
             or hidden_states.shape[2] != before.query.inputs
             or not hidden_states.shape[1]
-            or not (waves is work.waves or work.take_waves(waves))
+            or not ((waves is work.waves and context is work.context) or work.take_waves(waves, context))
             or work.wave != (1, hidden_states.shape[1], before.head_width)
             or work.dtype is not self._dtype
             or not _are_harmless(kwargs)
@@ -424,14 +436,16 @@ class DecoderLayer:
         hidden = hidden_states.contiguous()
         tokens = hidden.shape[1]
         run_before, run_after = _functions(self._dtype)[1::2]
-        threads = num_threads(before.query.inputs * before.query.outputs * tokens)
-        before.rows = after.rows = tokens
-        before.num_threads = after.num_threads = threads
-        outs = work.take(before, after, self._dtype)
+        threads = num_threads(self._numbers * tokens)
+        if (tokens, threads, work.generation) != self._taken:
+            before.rows = after.rows = tokens
+            before.num_threads = after.num_threads = threads
+            self._outs = work.take(before, after, self._dtype)
+            self._taken = (tokens, threads, work.generation)
 
         before.hidden = hidden.data_ptr()
         run_before(byref(before))
-        attended = context.attend_tokens(self._attention, *outs, scaling=self._scaling)
+        attended = context.attend_tokens(self._attention, *self._outs, scaling=self._scaling)
         result = torch.empty_like(hidden)
         after.attended, after.hidden, after.result = attended.data_ptr(), before.hidden, result.data_ptr()
         run_after(byref(after))
@@ -450,6 +464,7 @@ class DecoderLayer:
     def _find(self) -> bool:
         """Where weights are now; whether they are what the kernels take."""
         self._kept = []
+        self._taken = (0, 0, -1)
         fits = True
 
         def pointer(module: nn.Module, name: str) -> int | None:

@@ -86,7 +86,7 @@ inline void add(float *to, const T *from, int64_t count) {
 template <class T, class Done>
 inline void each_piece(const Matrix<T> &matrix, const float *x, int64_t rows, float *work, const Done &done) {
     const int64_t part = piece_rows(matrix, rows), parts = (rows + part - 1) / part;
-#pragma omp for schedule(dynamic, 1) nowait
+#pragma omp for schedule(guided) nowait
     for (int64_t piece = 0; piece < matrix.panels() * parts; piece++) {
         const int64_t panel = piece / parts, first = piece % parts * part, count = least(part, rows - first);
         done(first, count, panel, multiply(matrix, panel, x + first * matrix.inputs, count, rows, work));

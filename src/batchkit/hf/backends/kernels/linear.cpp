@@ -20,7 +20,7 @@ void linear(const T *x, const Matrix<T> &matrix, T *out, int64_t rows, float *sc
             const int64_t parts = (total + part - 1) / part;
 #pragma omp for schedule(static)
             for (int64_t row = 0; row < total; row++) widen(x + (begin + row) * inputs, inputs, scratch + row * inputs);
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(guided)
             for (int64_t piece = 0; piece < panels * parts; piece++) {
                 const int64_t panel = piece / parts, first = piece % parts * part;
                 const int64_t count = least(part, total - first);

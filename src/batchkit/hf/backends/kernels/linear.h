@@ -4,7 +4,8 @@
 // [panels, inputs, PANEL], with zeros for the outputs that the last panel lacks. In bfloat16 the numbers of two vectors
 // take turns, so that one load gives both, by a shift and a mask.
 //
-// A panel of packed weights goes through the cache once for a few dozen rows. Each number is the sum of its products in
+// A panel of packed weights goes through the cache once for a few dozen rows. Threads take pieces of work guided, many at
+// first: with few rows it is the memory that is waited for, and it is read in long runs. Each number is the sum of its products in
 // their order, whatever rows there are besides. Weights that are not packed are turned into float32 panels in memory that
 // stays in the cache, RUN inputs at a time; for few rows this is not worth it, and they are multiplied with the weights as
 // these lie. There the order of a sum depends on whether there are more than FEW rows.
