@@ -308,12 +308,8 @@ class _Causal(AttentionContext):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        attention_mask: torch.Tensor | None,
         scaling: float | None,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-        others: Mapping[str, Any],
+        **others: Any,
     ) -> torch.Tensor:
         """As every context; nothing but queries, keys, values and scaling is used."""
         out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=True)
