@@ -166,6 +166,25 @@ class TestMove:
         with pytest.raises(IndexError):
             embeddings(torch.tensor([128]))
 
+    def test_memory_that_others_use_is_left_alone(self) -> None:
+        """Two parameters may be one piece of memory, or parts of each other."""
+        model = tiny(
+            vocab_size=128, hidden_size=64, intermediate_size=64, num_attention_heads=8, tie_word_embeddings=False
+        )
+        embeddings, head = model.model.embed_tokens, model.lm_head
+        head.weight = nn.Parameter(embeddings.weight.data)
+        first, second = (layer.mlp for layer in model.model.layers)
+        first.up_proj.weight = nn.Parameter(first.gate_proj.weight.data)
+        whole = torch.cat((second.gate_proj.weight.data, second.up_proj.weight.data))
+        second.gate_proj.weight, second.up_proj.weight = (nn.Parameter(part) for part in whole.split(64))
+        second.down_proj.weight = nn.Parameter(whole[32:96])
+        want = bind(model).run_alone()
+        before = embeddings.weight.clone()
+        bound = optimized(bind(model), "move")
+        assert bound.fused is not None and bound.fused.packed == (15, 15)
+        assert torch.equal(embeddings.weight, before)
+        torch.testing.assert_close(bound.run_alone(), want, rtol=1e-5, atol=1e-6)
+
     def test_weights_that_others_use_are_copied(self) -> None:
         """Embeddings of Gemma are scaled: what they read is left to them."""
         model = tiny("gemma2", tie_word_embeddings=True)
@@ -200,6 +219,14 @@ class TestMove:
         assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
         assert not any({"packed", "forward"} & vars(module).keys() for module in bound.model.modules())
         assert torch.equal(bound.run_alone(), want)
+
+    @pytest.mark.parametrize("how", ["copy", "move", None])
+    def test_a_model_that_has_given_up_its_weights_is_refused(self, how: Any) -> None:
+        model = tiny()
+        with Engine.from_model(model, num_kv_blocks=8, pack_weights="move"):
+            pass
+        with pytest.raises(ValueError, match='moved into another engine, by pack_weights="move"'):
+            Engine.from_model(model, num_kv_blocks=8, pack_weights=how)
 
     def test_undone(self) -> None:
         model = tiny(tie_word_embeddings=True)

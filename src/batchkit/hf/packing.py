@@ -19,7 +19,7 @@ from .layer_kernels import DTYPES, Packed
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["AnyPacked", "Reordered", "pack", "pack_again", "unpack"]
+__all__ = ["AnyPacked", "Reordered", "is_given_up", "pack", "pack_again", "unpack"]
 
 
 class Reordered:
@@ -71,6 +71,7 @@ def pack(model: nn.Module, layers: Mapping[nn.Linear, type[AnyPacked]], *, moves
     for module in model.modules():
         for parameter in module._parameters.values():
             owners[id(parameter)].append(module)
+    shared = _overlapping(model) if moves else set()
     done: dict[int, AnyPacked] = {}
     for layer, kind in layers.items():
         weight: Any = layer.weight
@@ -80,13 +81,32 @@ def pack(model: nn.Module, layers: Mapping[nn.Linear, type[AnyPacked]], *, moves
                 layers.get(owner) is kind or (kind is Packed and _is_plain_embedding(owner))  # type: ignore[call-overload]
                 for owner in its
             )
-            done[id(weight)] = _pack(weight, kind, its, gives_up=gives_up)
+            in_place = gives_up and id(weight) not in shared
+            done[id(weight)] = _pack(weight, kind, its, gives_up=gives_up, in_place=in_place)
         vars(layer)["packed"] = done[id(weight)]
     return len(layers)
 
 
-def _pack(weight: Any, kind: type[AnyPacked], owners: list[nn.Module], *, gives_up: bool) -> AnyPacked:
-    packed = kind(weight.data, in_place=gives_up)
+def _overlapping(model: nn.Module) -> set[int]:
+    """The ids of tensors whose memory is another one's too: parts of one, or the same under another name."""
+    tensors = {id(tensor): tensor for part in (model.parameters(), model.buffers()) for tensor in part}
+    spans = []
+    for key, tensor in tensors.items():
+        if tensor.numel() and tensor.layout == torch.strided:
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size(), key))
+    found: set[int] = set()
+    end, whose = 0, 0
+    for begin, stop, key in sorted(spans):
+        if begin < end:
+            found |= {key, whose}
+        if stop > end:
+            end, whose = stop, key
+    return found
+
+
+def _pack(weight: Any, kind: type[AnyPacked], owners: list[nn.Module], *, gives_up: bool, in_place: bool) -> AnyPacked:
+    packed = kind(weight.data, in_place=in_place)
     if gives_up:
         weight.data = weight.data.new_full((1, 1), math.nan).expand(weight.shape)
         for owner in owners:
@@ -106,7 +126,7 @@ def unpack(model: nn.Module) -> None:
         if packed is None:
             continue
         weight: Any = module._parameters["weight"]
-        if _is_given_up(weight):
+        if is_given_up(weight):
             weight.data = packed.unpacked()
         if isinstance(module, nn.Embedding):
             del module.forward
@@ -120,7 +140,7 @@ def pack_again(model: nn.Module) -> None:
         if packed is None:
             continue
         weight: Any = module._parameters["weight"]
-        if _is_given_up(weight):
+        if is_given_up(weight):
             continue
         if id(packed) not in done:
             done[id(packed)] = _packed_anew(packed, weight.data)
@@ -139,5 +159,7 @@ def _packed_anew(packed: AnyPacked, weight: torch.Tensor) -> AnyPacked | None:
     return packed
 
 
-def _is_given_up(weight: torch.Tensor) -> bool:
-    return weight.stride() == (0, 0) and weight.numel() > 1
+def is_given_up(weight: torch.Tensor) -> bool:
+    """Whether a weight is what `pack` leaves of one that it has moved."""
+    is_one_number = weight.dim() == 2 and (weight.stride() == (0, 0) or weight.numel() == 1)
+    return is_one_number and weight.numel() > 0 and bool(weight[0, 0].isnan())

@@ -27,7 +27,7 @@ from .grammar import Grammars
 from .graphs import DEVICES, DecodeGraphs
 from .kv_pool import KVPool, block_bytes, num_blocks_for
 from .layer_kernels import best
-from .packing import pack_again
+from .packing import is_given_up, pack_again
 from .sampler import Sampler
 from .scoring import passes, score, scored_positions
 
@@ -89,7 +89,8 @@ class TransformersRunner(ModelRunner):
     Raises:
         UnsupportedModel: the model cannot be computed right, with every reason.
         OutOfKVMemory: not one KV block fits, or the memory cannot be had.
-        ValueError, TypeError: an argument that makes no sense, or graphs for a model that is not on one CUDA device.
+        ValueError, TypeError: an argument that makes no sense, graphs for a model that is not on one CUDA device, or a
+            model whose weights another engine has.
     """
 
     def __init__(
@@ -123,6 +124,8 @@ class TransformersRunner(ModelRunner):
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if any(map(is_given_up, model.parameters() if hasattr(model, "parameters") else ())):
+            raise ValueError('the weights of this model have been moved into another engine, by pack_weights="move"')
         bound = bind(model)
         if optimize and not cuda_graphs:
             bound = _optimized(bound, pack_weights)
