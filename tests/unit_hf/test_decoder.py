@@ -316,6 +316,17 @@ class TestWhatDoesNotFit:
         for a, b in zip(outputs(layer, strided), outputs(plain, given), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
+    def test_positions_that_are_written_over(self) -> None:
+        """A model may keep the tensors that it fills in every step."""
+        layer = layer_of("llama", torch.float32)
+        assert replaced(layer)
+        given = inputs(layer, 4, torch.float32)
+        for _ in range(2):
+            for got, want in zip(outputs(layer, given), outputs(plainly(layer), given), strict=True):
+                torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            for wave in given["position_embeddings"]:
+                wave.mul_(-1.5)
+
     @pytest.mark.parametrize("packs", [True, False])
     def test_weights_that_have_changed(self, packs: bool) -> None:
         layer = layer_of("llama", torch.float32, attention_bias=True)
