@@ -136,7 +136,7 @@ def parts_of(layer: nn.Module, attention: nn.Module) -> Parts | None:
     names = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj"}
     linear: dict[str, Any] = {name: attention._modules.get(own) for name, own in names.items()}
     linear |= {name: mlp._modules.get(f"{name}_proj") for name in ("gate", "up", "down")}
-    if any(type(part) is not nn.Linear or not is_plain(part.weight) for part in linear.values()):
+    if any(type(part) is not nn.Linear or not is_plain(part._parameters.get("weight")) for part in linear.values()):
         return None
     known = {id(part) for part in (*linear.values(), *norms.values(), attention, mlp, layer)}
     for part in layer.modules():
@@ -195,26 +195,33 @@ class LayerTrial:
         self.make = functools.partial(DecoderLayer, norms=norms, activation=activation, head_width=width, dtype=dtype)
         self._head_width = width
         self._small = _small_parts(parts)
+        self._far = _far_parts(self._small)
         hidden = self._small.linear["query"].in_features
         tokens = 5
         self._hidden = torch.randn(1, tokens, hidden)
         self._waves = [torch.randn(1, tokens, width) for _ in ("cos", "sin")]
-        self._positions = torch.randint(1000, (1, tokens))
-        if not agree(functools.partial(self._ours, layer, parts), functools.partial(self._own, layer, parts), dtype):
-            raise ValueError("it computes something else than the kernels")
-        self._given = self._ours(layer, parts, torch.float32)
+        self._given = []
+        # In half precision far numbers are rounded too much to tell anything.
+        for small, each in ((self._small, dtype), (self._far, torch.float32)):
+            ours, own = (functools.partial(way, layer, parts, small) for way in (self._ours, self._own))
+            if not agree(ours, own, each):
+                raise ValueError("it computes something else than the kernels")
+            self._given.append(ours(torch.float32))
 
     def fits(self, layer: nn.Module, parts: Parts) -> bool:
         """Whether one more layer, which is like the first but for its place, gives what the kernels gave."""
-        difference = self._own(layer, parts, torch.float32) - self._given
-        return bool(difference.abs().max() <= 1e-4 * self._given.abs().max())
+        for small, given in zip((self._small, self._far), self._given, strict=True):
+            difference = self._own(layer, parts, small, torch.float32) - given
+            if not difference.abs().max() <= 1e-4 * given.abs().max():
+                return False
+        return True
 
-    def _own(self, layer: nn.Module, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        probe, _ = _probe(layer, parts, self._small, dtype)
+    def _own(self, layer: nn.Module, parts: Parts, small: Parts, dtype: torch.dtype) -> torch.Tensor:
+        probe, _ = _probe(layer, parts, small, dtype)
         return self._run(types.MethodType(type(probe).forward, probe), dtype)
 
-    def _ours(self, layer: nn.Module, parts: Parts, dtype: torch.dtype) -> torch.Tensor:
-        probe, its = _probe(layer, parts, self._small, dtype)
+    def _ours(self, layer: nn.Module, parts: Parts, small: Parts, dtype: torch.dtype) -> torch.Tensor:
+        probe, its = _probe(layer, parts, small, dtype)
         return self._run(self.make(probe, its, dtype=dtype, workspace=Workspace()), dtype)
 
     def _run(self, forward: Callable[..., Any], dtype: torch.dtype) -> torch.Tensor:
@@ -222,7 +229,8 @@ class LayerTrial:
         out = forward(
             self._hidden.to(dtype),
             attention_mask=None,
-            position_ids=self._positions,
+            position_ids=_UNREADABLE,
+            cache_position=_UNREADABLE,
             position_embeddings=tuple(wave.to(dtype) for wave in self._waves),
             use_cache=False,
             batchkit=recorder,
@@ -232,6 +240,19 @@ class LayerTrial:
             raise ValueError("it calls attention, or is called, in another way")
         scaling = self._head_width**-0.5 if call.scaling is None else call.scaling
         return torch.cat([x.flatten() for x in (out, call.query, call.key, call.value, out.new_tensor([scaling]))])
+
+
+_UNREADABLE: Any = object()
+"""In place of the positions: the kernels know them by cosines and sines alone, so a layer that looks at them is not for
+the kernels (Ministral 3 scales queries by them). No choice of positions would tell at which ones it does so."""
+
+
+def _far_parts(small: Parts) -> Parts:
+    """The same with queries, keys and values 1,000 times as large: beyond where a layer may cut them off."""
+    linear = dict(small.linear)
+    for name in ("query", "key", "value"):
+        linear[name] = _with(linear[name], {each: 1000 * w.data for each, w in linear[name].named_parameters()})
+    return small._replace(linear=linear)
 
 
 def _small_parts(parts: Parts) -> Parts:
