@@ -9,22 +9,25 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import gc
 import hashlib
 import logging
+import math
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import PreTrainedTokenizerFast
 
 import batchkit.hf.fused as fused
-from batchkit import Engine, SamplingParams
+from batchkit import Engine, OutOfKVMemory, SamplingParams
 from batchkit.hf.attention import bind
 from batchkit.hf.backends.native import BuildError, kernels
 from batchkit.hf.fused import optimized
 from batchkit.hf.layer_kernels import Packed, linear
-from batchkit.hf.packing import Reordered, pack, pack_again, unpack
+from batchkit.hf.packing import Reordered, is_given_up, pack, pack_again, unpack
 from batchkit.hf.runner import TransformersRunner
 from tiny_models import tiny
 
@@ -51,6 +54,10 @@ def _is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def generated(engine: Engine) -> list[list[int]]:
+    return [list(out.token_ids) for out in engine.generate(PROMPTS, GREEDY)]
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:
@@ -223,10 +230,73 @@ class TestMove:
     @pytest.mark.parametrize("how", ["copy", "move", None])
     def test_a_model_that_has_given_up_its_weights_is_refused(self, how: Any) -> None:
         model = tiny()
-        with Engine.from_model(model, num_kv_blocks=8, pack_weights="move"):
-            pass
-        with pytest.raises(ValueError, match='moved into another engine, by pack_weights="move"'):
+        with (
+            Engine.from_model(model, num_kv_blocks=8, pack_weights="move"),
+            pytest.raises(ValueError, match='moved into another engine, by pack_weights="move"'),
+        ):
             Engine.from_model(model, num_kv_blocks=8, pack_weights=how)
+
+    @pytest.mark.parametrize("tied", [False, True])
+    def test_closing_gives_the_weights_back_to_whoever_has_the_model(self, tied: bool) -> None:
+        model = tiny(tie_word_embeddings=tied)
+        want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        for _ in range(2):
+            with Engine.from_model(model, num_kv_blocks=8, pack_weights="move"):
+                assert model.lm_head.weight.isnan().all()
+            assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+
+    @pytest.mark.parametrize(
+        "mistake",
+        [
+            {"attention": "nosuch"},
+            {"kv_memory": "abc"},
+            {"num_kv_blocks": 10**12},
+            {"max_model_len": 10**6},
+            {"max_num_seqs": 0},
+            {"swap_memory": "1XB"},
+            {"trace": "/nonexistent/trace"},
+        ],
+        ids=str,
+    )
+    def test_an_engine_that_cannot_be_made_leaves_the_weights(self, mistake: dict[str, Any]) -> None:
+        model = tiny()
+        want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises((ValueError, OSError, OutOfKVMemory)):
+            Engine.from_model(
+                model, pack_weights="move", **({} if "kv_memory" in mistake else {"num_kv_blocks": 8}) | mistake
+            )
+        assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+
+    @pytest.mark.parametrize("how", ["copy", "move"])
+    @pytest.mark.parametrize("change", [torch.nn.utils.weight_norm, partial(prune.random_unstructured, amount=0.5)])
+    @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+    def test_a_weight_that_is_no_parameter_is_not_packed(self, change: Any, how: Any) -> None:
+        model = tiny()
+        layer = model.model.layers[0].mlp.up_proj
+        change(layer, name="weight")
+        with Engine.from_model(model, num_kv_blocks=8, optimize=False, attention="reference") as plain:
+            want = generated(plain)
+        with Engine.from_model(model, num_kv_blocks=8, pack_weights=how) as engine:
+            assert generated(engine) == want
+            engine.weights_changed()
+            assert generated(engine) == want
+
+    @pytest.mark.parametrize("how", [None, "copy", "move"])
+    def test_a_weight_of_which_torch_keeps_the_negative(self, how: Any) -> None:
+        model = tiny()
+        layer = model.model.layers[0].mlp.up_proj
+        layer.weight = nn.Parameter(torch._neg_view(layer.weight.data.clone()))
+        with Engine.from_model(model, num_kv_blocks=8, optimize=False, attention="reference") as plain:
+            want = generated(plain)
+        with Engine.from_model(model, num_kv_blocks=8, pack_weights=how) as engine:
+            assert engine._runner._bound.fused is not None  # type: ignore[attr-defined]
+            assert generated(engine) == want
+
+    def test_one_number_that_is_nan_is_not_a_weight_that_was_moved(self) -> None:
+        assert not is_given_up(torch.full((1, 1), math.nan))
+        model = nn.Sequential(nn.Linear(1, 1, bias=False))
+        pack(model, {model[0]: Packed}, moves=True)
+        assert is_given_up(model[0].weight)
 
     def test_undone(self) -> None:
         model = tiny(tie_word_embeddings=True)

@@ -256,6 +256,8 @@ def _is_alike(logits: torch.Tensor, before: torch.Tensor) -> bool:
     allowed = _ALLOWED.get(before.dtype, _ALLOWED_ELSE)
     # Without those of tokens that the model masks, beside which all else would be nothing.
     seen = before.isfinite() & (before > torch.finfo(before.dtype).min / 2)
+    if seen.sum() < 2:
+        return False
     after, before = logits[seen].double(), before[seen].double()
     return float((after - before).square().mean()) <= allowed**2 * float(before.var())
 

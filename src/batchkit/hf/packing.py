@@ -60,13 +60,15 @@ def pack(model: nn.Module, layers: Mapping[nn.Linear, type[AnyPacked]], *, moves
 
     Args:
         model: which has them.
-        layers: those that are computed by a kernel, and how its weights are.
+        layers: those that are computed by a kernel, and how its weights are. One whose weight is no parameter, but
+            computed anew by whoever changes that, is passed over.
         moves: give up the weights themselves, one after another, wherever nothing but such layers and plain embeddings
             has them: then hardly more memory is taken than before. What is left of a weight has its shape, and is NaN.
 
     Returns:
         How many layers have packed weights.
     """
+    layers = {layer: kind for layer, kind in layers.items() if layer._parameters.get("weight") is not None}
     owners: dict[int, list[nn.Module]] = defaultdict(list)
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -108,7 +110,7 @@ def _overlapping(model: nn.Module) -> set[int]:
 def _pack(weight: Any, kind: type[AnyPacked], owners: list[nn.Module], *, gives_up: bool, in_place: bool) -> AnyPacked:
     packed = kind(weight.data, in_place=in_place)
     if gives_up:
-        weight.data = weight.data.new_full((1, 1), math.nan).expand(weight.shape)
+        weight.data = weight.data.new_full((1, 1), math.nan).as_strided(weight.shape, (0, 0))
         for owner in owners:
             if isinstance(owner, nn.Embedding) and isinstance(packed, Packed):
                 vars(owner).update(packed=packed, forward=packed.rows)
@@ -161,5 +163,7 @@ def _packed_anew(packed: AnyPacked, weight: torch.Tensor) -> AnyPacked | None:
 
 def is_given_up(weight: torch.Tensor) -> bool:
     """Whether a weight is what `pack` leaves of one that it has moved."""
-    is_one_number = weight.dim() == 2 and (weight.stride() == (0, 0) or weight.numel() == 1)
-    return is_one_number and weight.numel() > 0 and bool(weight[0, 0].isnan())
+    if weight.layout != torch.strided or weight.stride() != (0, 0) or not weight.numel():
+        return False
+    with torch.inference_mode():  # so that the weight may be from there
+        return bool(weight[0, 0].isnan())

@@ -31,7 +31,8 @@ def traits(module: nn.Module) -> tuple[Any, ...]:
 
 def is_plain(weight: Any) -> bool:
     """Whether the numbers of a weight are where it points to: those of quantized ones, for example, are not."""
-    return type(weight) in (torch.Tensor, nn.Parameter) and weight.layout == torch.strided
+    is_dense = type(weight) in (torch.Tensor, nn.Parameter) and weight.layout == torch.strided
+    return is_dense and not weight.is_neg() and not weight.is_conj()
 
 
 def _has_state(module: nn.Module) -> bool:

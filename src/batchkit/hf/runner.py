@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +29,12 @@ from .grammar import Grammars
 from .graphs import DEVICES, DecodeGraphs
 from .kv_pool import KVPool, block_bytes, num_blocks_for
 from .layer_kernels import best
-from .packing import is_given_up, pack_again
+from .packing import is_given_up, pack_again, unpack
 from .sampler import Sampler
 from .scoring import passes, score, scored_positions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from transformers import PreTrainedModel
 
@@ -83,7 +85,7 @@ class TransformersRunner(ModelRunner):
         pack_weights: whether linear layers that such kernels compute have their weights in the order of the kernels,
             which is faster (`batchkit.hf.packing`). ``"copy"``: beside the model's, which takes as much memory again,
             and follows a change of those only at `weights_changed`. ``"move"``: in their place; the model must not be
-            used for anything else then, and its weights cannot change. None: they stay as they are.
+            used for anything else before `close`, and its weights cannot change. None: they stay as they are.
         tokenizer: for structured outputs, which need an `HFTokenizer`; other requests never need one here.
 
     Raises:
@@ -127,55 +129,63 @@ class TransformersRunner(ModelRunner):
         if any(map(is_given_up, model.parameters() if hasattr(model, "parameters") else ())):
             raise ValueError('the weights of this model have been moved into another engine, by pack_weights="move"')
         bound = bind(model)
-        if optimize and not cuda_graphs:
-            bound = _optimized(bound, pack_weights)
-        layers = list(bound.layers.values())
-        length = model_len(bound.model.config, max_model_len)
-        backend = choose_backend(attention, layers, type(model).__name__, block_size=block_size)
-        size = block_size_for(backend, block_size)
-        embeddings = bound.model.get_input_embeddings()
-        devices = {layer.device for layer in layers} | {embeddings.weight.device}
-        if cuda_graphs and (len(devices) > 1 or next(iter(devices)).type not in DEVICES):
-            found = ", ".join(sorted(map(str, devices)))
-            raise ValueError(f"cuda_graphs needs the whole model on one CUDA device, and it is on {found}")
-        self._pool: KVPool | None = None
-        self._bound: BoundModel | None = bound
-        self._backend: AttentionBackend | None = backend
-        self._device: torch.device = embeddings.weight.device
-        self._builder = BatchBuilder(size)
-        eos = eos_token_ids(bound.model)
-        self._grammars = Grammars(tokenizer, eos, bound.num_logits)
-        self._sampler = Sampler(self._grammars) if bound.fused is None else Sampler(self._grammars, best)
-        self._graphs: DecodeGraphs | None = None
+        self._caller = weakref.ref(model)
+        with _whole_on_error(bound.model):
+            if optimize and not cuda_graphs:
+                bound = _optimized(bound, pack_weights)
+            layers = list(bound.layers.values())
+            length = model_len(bound.model.config, max_model_len)
+            backend = choose_backend(attention, layers, type(model).__name__, block_size=block_size)
+            size = block_size_for(backend, block_size)
+            embeddings = bound.model.get_input_embeddings()
+            devices = {layer.device for layer in layers} | {embeddings.weight.device}
+            if cuda_graphs and (len(devices) > 1 or next(iter(devices)).type not in DEVICES):
+                found = ", ".join(sorted(map(str, devices)))
+                raise ValueError(f"cuda_graphs needs the whole model on one CUDA device, and it is on {found}")
+            self._pool: KVPool | None = None
+            self._bound: BoundModel | None = bound
+            self._backend: AttentionBackend | None = backend
+            self._device: torch.device = embeddings.weight.device
+            self._builder = BatchBuilder(size)
+            eos = eos_token_ids(bound.model)
+            self._grammars = Grammars(tokenizer, eos, bound.num_logits)
+            self._sampler = Sampler(self._grammars) if bound.fused is None else Sampler(self._grammars, best)
+            self._graphs: DecodeGraphs | None = None
 
-        sized = partial(num_blocks_for, layers, block_size=size, kv_memory=kv_memory, num_kv_blocks=num_kv_blocks)
-        geometry = partial(
-            KVGeometry,
-            block_size=size,
-            max_model_len=length,
-            vocab_size=min(bound.num_logits, embeddings.weight.shape[0]),
-            eos_token_ids=eos,
-        )
-        per_sequence = -(-length // size)
-        taken: Mapping[torch.device, int] = {}
-        fits = 0
-        if kv_memory is None and num_kv_blocks is None and all(device.type in profiling.DEVICES for device in devices):
-            torch.cuda.empty_cache()  # what torch keeps of loading the model is free as well
-            # Into the pool of one sequence, which all rows share.
-            self._hold(layers, geometry(num_blocks=sized(max_blocks=per_sequence)))
-            taken = self._taken_by_steps(
-                max_tokens=max(max_tokens_per_step, max_num_seqs), max_rows=max_num_seqs, has_graphs=cuda_graphs
+            sized = partial(num_blocks_for, layers, block_size=size, kv_memory=kv_memory, num_kv_blocks=num_kv_blocks)
+            geometry = partial(
+                KVGeometry,
+                block_size=size,
+                max_model_len=length,
+                vocab_size=min(bound.num_logits, embeddings.weight.shape[0]),
+                eos_token_ids=eos,
             )
-            fits = self._geometry.num_blocks
-            self.drop_caches()
-            self._pool = None
-            torch.cuda.empty_cache()  # what it held is free, and torch would keep it
-        each = sum(block_bytes(layers, size).values())
-        host_blocks = 0 if swap_memory is None else parse_bytes("swap_memory", swap_memory) // each
-        num_blocks = sized(max_blocks=max_num_seqs * per_sequence, min_blocks=fits, taken=taken)
-        self._hold(layers, geometry(num_blocks=num_blocks, host_blocks=host_blocks), has_spare=cuda_graphs)
-        if cuda_graphs:
-            self._graphs = DecodeGraphs(self._run, backend, self._device, spare_block=num_blocks, max_rows=max_num_seqs)
+            per_sequence = -(-length // size)
+            taken: Mapping[torch.device, int] = {}
+            fits = 0
+            if (
+                kv_memory is None
+                and num_kv_blocks is None
+                and all(device.type in profiling.DEVICES for device in devices)
+            ):
+                torch.cuda.empty_cache()  # what torch keeps of loading the model is free as well
+                # Into the pool of one sequence, which all rows share.
+                self._hold(layers, geometry(num_blocks=sized(max_blocks=per_sequence)))
+                taken = self._taken_by_steps(
+                    max_tokens=max(max_tokens_per_step, max_num_seqs), max_rows=max_num_seqs, has_graphs=cuda_graphs
+                )
+                fits = self._geometry.num_blocks
+                self.drop_caches()
+                self._pool = None
+                torch.cuda.empty_cache()  # what it held is free, and torch would keep it
+            each = sum(block_bytes(layers, size).values())
+            host_blocks = 0 if swap_memory is None else parse_bytes("swap_memory", swap_memory) // each
+            num_blocks = sized(max_blocks=max_num_seqs * per_sequence, min_blocks=fits, taken=taken)
+            self._hold(layers, geometry(num_blocks=num_blocks, host_blocks=host_blocks), has_spare=cuda_graphs)
+            if cuda_graphs:
+                self._graphs = DecodeGraphs(
+                    self._run, backend, self._device, spare_block=num_blocks, max_rows=max_num_seqs
+                )
 
     def _hold(self, layers: Sequence[LayerSpec], geometry: KVGeometry, *, has_spare: bool = False) -> None:
         self._geometry = geometry
@@ -341,12 +351,25 @@ class TransformersRunner(ModelRunner):
 
     @override
     def close(self) -> None:
+        """Free everything. A model whose weights were moved has them again, if anybody still has it."""
         self.drop_caches()
         if self._bound is not None:
+            if self._caller() is not None:
+                unpack(self._bound.model)
             for module in self._bound.model.modules():
                 for name in ("forward", "packed"):  # they hold their module, and would hold weights until collected
                     vars(module).pop(name, None)
         self._bound = self._pool = self._backend = self._graphs = None
+
+
+@contextlib.contextmanager
+def _whole_on_error(model: PreTrainedModel) -> Iterator[None]:
+    """Weights that have been moved are put back if what comes next raises."""
+    try:
+        yield
+    except BaseException:
+        unpack(model)
+        raise
 
 
 def _optimized(bound: BoundModel, pack_weights: PackWeights | None) -> BoundModel:

@@ -106,7 +106,11 @@ def load(source: Path, flags: Sequence[str] = ()) -> ctypes.CDLL:
 
 
 def _load(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    named = os.environ.get("CXX", "").strip() or "c++"
+    try:
+        compiler = shlex.split(named)
+    except ValueError as error:
+        raise BuildError(f"the environment variable CXX is {named!r}, which is not a command: {error}") from error
     if shutil.which(compiler[0]) is None:
         raise BuildError(f"there is no C++ compiler {compiler[0]!r} (the environment variable CXX says which to use)")
     command = [*compiler, *_FLAGS, *flags]
@@ -148,6 +152,8 @@ def _build(command: Sequence[str], source: Path, library: Path) -> None:
         except BuildError:
             _output([*command, "-shared", str(compiled), "-o", str(linked)])
             _open(linked)
+        with linked.open("rb") as file:
+            os.fsync(file.fileno())  # before it has its name: half a library would end the process that loads it
         linked.replace(library)
 
 
