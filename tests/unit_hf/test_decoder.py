@@ -57,7 +57,7 @@ class Alone(AttentionContext):
 
 @pytest.fixture(autouse=True)
 def _is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_is_ours", lambda dtype: True)
+    monkeypatch.setattr(fused, "_is_ours", lambda dtype, **_: True)
 
 
 def layer_of(family: str, dtype: torch.dtype, **changes: Any) -> Any:

@@ -218,7 +218,7 @@ class TestLinear:
         model = tiny(family).to(dtype)
         bound = bind(model)
         plain = bound.run_alone().double()
-        monkeypatch.setattr(module, "_is_ours", lambda dtype: True)
+        monkeypatch.setattr(module, "_is_ours", lambda dtype, **_: True)
         found = optimized(bound)
         assert found.fused is not None and found.fused.linear[0] == found.fused.linear[1] >= 8
         allowed = max(1.2 * float((plain - truth).norm()), 1e-6 * float(truth.norm()))
@@ -226,17 +226,37 @@ class TestLinear:
 
     def test_only_where_torch_is_ours(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
         for is_ours, count in ((True, 15), (False, 0)):
-            monkeypatch.setattr(module, "_is_ours", lambda dtype, is_ours=is_ours: is_ours)
+            monkeypatch.setattr(module, "_is_ours", lambda dtype, is_ours=is_ours, **_: is_ours)
             assert fused_of(tiny().to(dtype)).linear == (count, count)
 
     def test_weights_that_change_are_used(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(module, "_is_ours", lambda dtype: True)
+        monkeypatch.setattr(module, "_is_ours", lambda dtype, **_: True)
         model = tiny().to(dtype)
         bound = optimized(bind(model))
         before = bound.run_alone()
         head = model.get_output_embeddings()
         head.weight.data = (head.weight.data * 2).t().contiguous().t()  # another place, and another layout
         torch.testing.assert_close(bound.run_alone(), before * 2, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kernels_multiply", [True, False])
+def test_whose_linear_layers_are(kernels_multiply: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch has those in what the processor multiplies itself, but for what the kernels do so too."""
+    found: set[str] = set()
+    monkeypatch.setattr(module, "cpu_flags", lambda: found)
+    monkeypatch.setattr(module, "multiplies_bfloat16", lambda: kernels_multiply)
+    ours = {
+        (dtype, packs)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+        for packs in (True, False)
+        if module._is_ours(dtype, packs=packs)
+    }
+    assert ours == {(each, packs) for each in DTYPES for packs in (True, False)}
+    found |= {"avx512_bf16", "avx512_fp16"}
+    for packs in (True, False):
+        assert module._is_ours(torch.float32, packs=packs)
+        assert module._is_ours(torch.bfloat16, packs=packs) == (packs and kernels_multiply)
+        assert not module._is_ours(torch.float16, packs=packs)
 
 
 def fused_of(model: nn.Module) -> Fused:
@@ -272,7 +292,7 @@ class TestWhatIsReplaced:
         dtype: torch.dtype,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(module, "_is_ours", lambda dtype: True)
+        monkeypatch.setattr(module, "_is_ours", lambda dtype, **_: True)
         want = Fused(layers, norms, gates, turns, (linear, linear), (0, 0))
         assert fused_of(tiny(family).to(dtype)) == want
 
@@ -443,7 +463,7 @@ class TestWhatWasNotTried:
 
         model = tiny()
         assert self.differs(model, change) < 1e-5
-        monkeypatch.setattr(module, "_is_ours", lambda dtype: dtype != torch.float32)
+        monkeypatch.setattr(module, "_is_ours", lambda dtype, **_: dtype != torch.float32)
         for before, after in ((torch.float32, torch.float64), (torch.bfloat16, torch.float32)):
             model = tiny().to(before)
             assert self.differs(model, functools.partial(model.to, after)) < 1e-5
@@ -456,7 +476,7 @@ class TestWhatWasNotTried:
 
     def test_quantized_weights(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Those that are tensors of another class say that they are in bfloat16, and point to nothing."""
-        monkeypatch.setattr(module, "_is_ours", lambda dtype: True)
+        monkeypatch.setattr(module, "_is_ours", lambda dtype, **_: True)
         model = tiny().bfloat16()
         part = model.model.layers[0].mlp.up_proj
         part.weight = nn.Parameter(Scaled8(part.weight.data), requires_grad=False)
@@ -496,7 +516,7 @@ class TestWhatWasNotTried:
 
     def test_inputs_that_do_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """They get what they would get without."""
-        monkeypatch.setattr(module, "_is_ours", lambda dtype: True)
+        monkeypatch.setattr(module, "_is_ours", lambda dtype, **_: True)
         bound = optimized(bind(tiny().bfloat16()))
         normed, layer = bound.model.model.norm, bound.model.lm_head
         x = spread(3, 32, dtype=torch.float32)

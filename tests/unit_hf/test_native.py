@@ -176,6 +176,52 @@ def test_a_cache_that_cannot_be_written(source: Path, taken_by: str, monkeypatch
     assert folder.is_file() or in_cache() == []
 
 
+@pytest.mark.parametrize("named", ["c++ '", '""', "no-such-compiler"])
+def test_a_compiler_that_is_not_one(source: Path, named: str, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", named)
+    with pytest.raises(BuildError, match="CXX"):
+        load(source)
+
+
+class TestProcessorFlags:
+    """What is asked of the compiler, by what the processor says that it has and what the compiler knows."""
+
+    USUAL = native._PROCESSORS["AVX512"]
+    BF16 = (*USUAL, *native._BF16_FLAGS)
+    TILES = (*BF16, *native._TILE_FLAGS)
+
+    def found(self, monkeypatch: pytest.MonkeyPatch, *has: str, knows: str = "", may: bool = True) -> tuple[str, ...]:
+        def load(source: Path, flags: tuple[str, ...]) -> None:
+            if not {flag for flag in flags if flag not in self.USUAL} <= set(knows.split()):
+                raise BuildError("unknown flag")
+
+        monkeypatch.setattr(native, "load", load)
+        monkeypatch.setattr("batchkit.hf.loading.cpu_flags", lambda: frozenset(has))
+        monkeypatch.setattr(native, "_may_use_tiles", lambda: may)
+        return native._processor_flags.__wrapped__("AVX512")  # type: ignore[no-any-return,attr-defined]
+
+    def test_all_that_both_know(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        everything = " ".join(self.TILES)
+        tiles = ("avx512_bf16", "amx_tile", "amx_bf16")
+        assert self.found(monkeypatch, *tiles, knows=everything) == self.TILES
+        assert self.found(monkeypatch, *tiles, knows=everything, may=False) == self.BF16
+        assert self.found(monkeypatch, *tiles, knows=" ".join(self.BF16)) == self.BF16
+        assert self.found(monkeypatch, *tiles) == self.USUAL
+        assert self.found(monkeypatch, "avx512_bf16", knows=everything) == self.BF16
+        assert self.found(monkeypatch, "avx512f", knows=everything) == self.USUAL
+
+    @pytest.mark.parametrize("more", [native._BF16_FLAGS, (*native._BF16_FLAGS, *native._TILE_FLAGS)])
+    @pytest.mark.parametrize("name", ["linear", "decoder"])
+    def test_kernels_compile(self, name: str, more: tuple[str, ...], source: Path, monkeypatch) -> None:
+        """Whatever processor this one is: to load them is not to run them."""
+        monkeypatch.delenv("CXX")
+        try:
+            load(source, more)
+        except BuildError:
+            pytest.skip("this compiler does not know the processor")
+        load(native._KERNELS / f"{name}.cpp", (*self.USUAL, *more))
+
+
 def test_nowhere_to_write(source: Path, monkeypatch) -> None:
     def refuses(*rest: object, **more: object) -> None:
         raise FileNotFoundError(2, "No usable temporary directory found")

@@ -27,7 +27,7 @@ from batchkit.hf.attention import bind
 from batchkit.hf.backends.native import BuildError, kernels
 from batchkit.hf.fused import optimized
 from batchkit.hf.layer_kernels import Packed, linear
-from batchkit.hf.packing import Reordered, is_given_up, pack, pack_again, unpack
+from batchkit.hf.packing import is_given_up, pack, pack_again, unpack
 from batchkit.hf.runner import TransformersRunner
 from tiny_models import tiny
 
@@ -49,7 +49,7 @@ PROMPTS = [[5, 9, 11], [40] * 50, [1], list(range(3, 40))]
 
 @pytest.fixture(autouse=True)
 def _is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_is_ours", lambda dtype: True)
+    monkeypatch.setattr(fused, "_is_ours", lambda dtype, **_: True)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -222,6 +222,21 @@ class TestMove:
         want = bind(model).run_alone()
         with caplog.at_level(logging.WARNING, logger="batchkit"):
             bound = optimized(bind(model), "move")
+        assert "weights are not packed" in caplog.text
+        assert bound.fused is not None and bound.fused.linear == (15, 15) and bound.fused.packed == (0, 0)
+        assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
+        assert not any("packed" in vars(module) for module in bound.model.modules())
+        torch.testing.assert_close(bound.run_alone(), want)
+
+    def test_a_model_that_no_kernel_computes_right_stays_as_it_is(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    ) -> None:
+        monkeypatch.setattr(fused, "_is_alike", lambda after, before: False)
+        model = tiny(tie_word_embeddings=True)
+        before = {name: weight.clone() for name, weight in model.named_parameters()}
+        want = bind(model).run_alone()
+        with caplog.at_level(logging.WARNING, logger="batchkit"):
+            bound = optimized(bind(model), "move")
         assert bound.fused is None and "left as they are" in caplog.text
         assert all(torch.equal(weight, before[name]) for name, weight in model.named_parameters())
         assert not any({"packed", "forward"} & vars(module).keys() for module in bound.model.modules())
@@ -295,14 +310,14 @@ class TestMove:
     def test_one_number_that_is_nan_is_not_a_weight_that_was_moved(self) -> None:
         assert not is_given_up(torch.full((1, 1), math.nan))
         model = nn.Sequential(nn.Linear(1, 1, bias=False))
-        pack(model, {model[0]: Packed}, moves=True)
+        pack(model, [model[0]], moves=True)
         assert is_given_up(model[0].weight)
 
     def test_undone(self) -> None:
         model = tiny(tie_word_embeddings=True)
         want = model.state_dict()
         want = {name: tensor.clone() for name, tensor in want.items()}
-        pack(model, dict.fromkeys(linear_layers(model), Packed), moves=True)
+        pack(model, linear_layers(model), moves=True)
         assert model.lm_head.weight.isnan().all()
         unpack(model)
         assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
@@ -396,76 +411,13 @@ class TestCopy:
         torch.testing.assert_close(bound.run_alone(), bind(model).run_alone())
 
     def test_without_the_kernel_nothing_is_packed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fused, "_is_ours", lambda dtype: False)
-        monkeypatch.setattr(fused, "_has_units", lambda dtype: False)
+        monkeypatch.setattr(fused, "_is_ours", lambda dtype, **_: False)
         model = tiny()
         runner = TransformersRunner(model, num_kv_blocks=4, pack_weights="move")
         assert runner._bound.fused is not None and runner._bound.fused.packed == (0, 0)
         assert not any(weight.isnan().any() for weight in model.parameters())
         TransformersRunner(model, num_kv_blocks=4, pack_weights="move", optimize=False)
         assert not any(weight.isnan().any() for weight in model.parameters())
-
-
-class TestReordered:
-    """By oneDNN, which does so in float32 everywhere, and in half precision where the processor has units for it."""
-
-    @pytest.fixture(autouse=True, params=DTYPES)
-    def dtype(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-        dtype: torch.dtype = request.param
-        if dtype != torch.float32 and not fused._has_units(dtype):
-            pytest.skip(f"this processor has no units for {dtype}")
-        monkeypatch.setattr(fused, "_is_ours", lambda dtype: False)
-        monkeypatch.setattr(fused, "_has_units", lambda its: its == dtype)
-        return dtype
-
-    def test_there_and_back(self, dtype: torch.dtype) -> None:
-        for shape in ((1, 1), (33, 7), (200, 300)):
-            weight, bias = random(*shape, dtype=dtype), random(shape[0], dtype=dtype)
-            packed = Reordered(weight)
-            assert packed.shape == shape and torch.equal(packed.unpacked(), weight)
-            x = random(2, 5, shape[1], dtype=dtype)
-            for given in (None, bias):
-                want = nn.functional.linear(x.double(), weight.double(), None if given is None else given.double())
-                slack = 8 * torch.finfo(dtype).eps * float(want.abs().max())
-                torch.testing.assert_close(packed.linear(x, given).double(), want, rtol=0, atol=slack)
-
-    @pytest.mark.parametrize("how", ["copy", "move"])
-    @pytest.mark.parametrize("is_tied", [True, False])
-    def test_models(self, dtype: torch.dtype, how: Any, is_tied: bool) -> None:
-        model = tiny("qwen2", tie_word_embeddings=is_tied).to(dtype)
-        want = bind(model).run_alone()
-        bound = optimized(bind(model), how)
-        assert bound.fused is not None and bound.fused.linear == bound.fused.packed == (15, 15)
-        kinds = {type(vars(module)["packed"]) for module in bound.model.modules() if "packed" in vars(module)}
-        assert kinds == {Reordered}
-        got = bound.run_alone()
-        assert float((got - want).norm() / want.norm()) < 20 * torch.finfo(dtype).eps
-        # Embeddings read what they have always read.
-        assert model.lm_head.weight.isnan().all() == (how == "move" and not is_tied)
-        assert model.model.layers[0].mlp.up_proj.weight.isnan().all() == (how == "move")
-
-    def test_weights_that_change(self, dtype: torch.dtype) -> None:
-        model = tiny().to(dtype)
-        bound = optimized(bind(model), "copy")
-        before = bound.run_alone()
-        model.lm_head.weight.data = model.lm_head.weight.data * 2
-        assert torch.equal(bound.run_alone(), before)
-        pack_again(bound.model)
-        torch.testing.assert_close(bound.run_alone(), 2 * before)
-        model.double()
-        pack_again(bound.model)
-        torch.testing.assert_close(bound.run_alone(), bind(model).run_alone())
-
-    def test_not_without_packing(self, dtype: torch.dtype) -> None:
-        bound = optimized(bind(tiny().to(dtype)))
-        assert bound.fused is not None and bound.fused.linear == (0, 0)
-
-    def test_inputs_that_do_not_fit(self, dtype: torch.dtype) -> None:
-        bound = optimized(bind(tiny().to(dtype)), "move")
-        layer = bound.model.lm_head
-        for given in (torch.ones(3, 32, dtype=torch.float64), torch.ones(3, 16, dtype=dtype)):
-            with pytest.raises(RuntimeError):
-                layer(given)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,8 +4,8 @@ What is computed between matrix products gets one pass over the numbers. transfo
 or rotary positions as several operators, each of which reads and writes all the numbers and costs a call; in a decode
 step there are hundreds of them. `fuse` gives modules of a bound clone another ``forward``, which calls a kernel in C++
 (`backends/kernels/layers.cpp`). Linear layers get one too (`backends/kernels/linear.cpp`), unless torch has
-instructions for their dtype that the kernel does not use. Where both are replaced, a whole decoder layer is
-(`decoder`).
+instructions for their dtype that the kernel does not use: it does so for packed weights in bfloat16. Where both are
+replaced, a whole decoder layer is (`decoder`).
 
 No weight is copied, unless weights are to be packed (`packing`).
 
@@ -27,10 +27,11 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from .backends.native import kernels
+from .backends.native import kernels, multiplies_bfloat16
 from .decoder import PLACE, LayerTrial, Workspace, kind_of, parts_of
 from .layer_kernels import DTYPES, Packed, linear, norm, rotary
-from .packing import Reordered, pack, unpack
+from .loading import cpu_flags
+from .packing import pack, unpack
 from .replaceable import activation_of, agree, gated_by, is_plain, norm_of, traits
 
 if TYPE_CHECKING:
@@ -80,17 +81,15 @@ class Fused(NamedTuple):
         return ", ".join(parts) or "nothing: it has nothing of the kind"
 
 
-def _is_ours(dtype: torch.dtype) -> bool:
-    """Whether linear layers of this dtype are for our kernel."""
-    return dtype in DTYPES and not _has_units(dtype)
+def _is_ours(dtype: torch.dtype, *, packs: bool) -> bool:
+    """Whether linear layers of this dtype are for our kernel, with packed weights or without."""
+    return dtype in DTYPES and (not _has_units(dtype) or (packs and dtype == torch.bfloat16 and multiplies_bfloat16()))
 
 
-@functools.cache
 def _has_units(dtype: torch.dtype) -> bool:
-    """Whether oneDNN has instructions for products in a dtype that our kernel does not use."""
-    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
-    is_fast = None if name is None else getattr(torch.ops.mkldnn, name, None)
-    return is_fast is not None and bool(is_fast())
+    """Whether the processor multiplies numbers in half precision itself, so that torch is fast in it."""
+    name = {torch.bfloat16: "avx512_bf16", torch.float16: "avx512_fp16"}.get(dtype)
+    return name in cpu_flags()
 
 
 def optimized(bound: BoundModel, pack_weights: PackWeights | None = None) -> BoundModel:
@@ -114,11 +113,7 @@ def optimized(bound: BoundModel, pack_weights: PackWeights | None = None) -> Bou
     fused, replaced = fuse(bound.model, bound.layers, packs=pack_weights is not None)
     try:
         if pack_weights is not None:
-            layers = {
-                module: Packed if _is_ours(module.weight.dtype) else Reordered
-                for module in replaced
-                if isinstance(module, nn.Linear)
-            }
+            layers = [module for module in replaced if isinstance(module, nn.Linear)]
             count = pack(bound.model, layers, moves=pack_weights == "move")
             fused = fused._replace(packed=(count, fused.linear[1]))
         is_alike = not replaced or _is_alike(bound.run_alone(), before)
@@ -128,6 +123,9 @@ def optimized(bound: BoundModel, pack_weights: PackWeights | None = None) -> Bou
         unpack(bound.model)
         for module in replaced:
             del module.forward
+        if pack_weights is not None:  # perhaps something reads a layer's weights behind its back
+            logger.warning("%s: weights are not packed, since packed ones give other logits", name)
+            return optimized(bound)
         logger.warning("%s: layers are left as they are, since fused ones give other logits", name)
         return bound
     return replace(bound, fused=fused)
@@ -139,7 +137,7 @@ def fuse(model: nn.Module, attention: Iterable[nn.Module], *, packs: bool = Fals
     Args:
         model: a clone, all of whose weights are on the CPU.
         attention: its attention modules.
-        packs: whether weights will be packed, as they have to be for oneDNN.
+        packs: whether weights will be packed.
 
     Returns:
         How many modules were replaced, and which.
@@ -147,7 +145,7 @@ def fuse(model: nn.Module, attention: Iterable[nn.Module], *, packs: bool = Fals
     trials = _Trials()
     model_dtype = next(model.parameters()).dtype
     attention = list(attention)
-    if _is_ours(model_dtype):
+    if _is_ours(model_dtype, packs=packs):
         workspace = Workspace()
         parents = {child: module for module in model.modules() for child in module._modules.values()}
         for module in attention:
@@ -166,10 +164,8 @@ def fuse(model: nn.Module, attention: Iterable[nn.Module], *, packs: bool = Fals
                 trials.replace("gated", module, _mlp_kind(module, dtype), functools.partial(_try_gated, module, dtype))
         elif type(module) is nn.Linear and is_plain(weight):
             dtype = module.weight.dtype
-            if _is_ours(dtype):
+            if _is_ours(dtype, packs=packs):
                 trials.replace("linear", module, (nn.Linear, dtype), functools.partial(_try_linear, dtype))
-            elif packs and _has_units(dtype):
-                trials.replace("linear", module, (nn.Linear, dtype), functools.partial(_try_reordered, dtype))
     for module in attention:
         turn = getattr(_unwrapped(type(module).forward), "__globals__", {}).get(_ROTARY)
         if turn is not None and "forward" not in vars(module):
@@ -333,36 +329,6 @@ def _linear_forward(module: Any, *, dtype: torch.dtype) -> Callable[..., Any]:
         if fits:
             return linear(x, weight, bias)
         return nn.functional.linear(x, weight.unpacked() if isinstance(weight, Packed) else weight, bias)
-
-    return forward
-
-
-def _try_reordered(dtype: torch.dtype) -> _Make | None:
-    module = nn.Linear(70, 37)
-    x = torch.randn(20, 70)
-
-    def own(each: torch.dtype) -> torch.Tensor:
-        result: torch.Tensor = copy.deepcopy(module).to(each)(x.to(each))
-        return torch.stack([result] * 2)
-
-    def ours(each: torch.dtype) -> torch.Tensor:
-        if each != dtype:  # in which it will not be used
-            return own(each)
-        weight, bias = Reordered(module.weight.to(each)), module.bias.to(each)
-        return torch.stack([weight.linear(x.to(each), bias), weight.linear(x.to(each), None) + bias])
-
-    return functools.partial(_reordered_forward, dtype=dtype) if agree(ours, own, dtype) else None
-
-
-def _reordered_forward(module: Any, *, dtype: torch.dtype) -> Callable[..., Any]:
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        packed: Reordered | None = vars(module).get("packed")
-        bias = module.bias
-        if packed is None:
-            return nn.functional.linear(x, module.weight, bias)
-        if x.dtype == dtype and x.shape[-1] == packed.shape[1] and (bias is None or bias.dtype == dtype):
-            return packed.linear(x, bias)
-        return nn.functional.linear(x, packed.unpacked(), bias)
 
     return forward
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import platform
@@ -99,12 +100,13 @@ def _has_kernels() -> bool:
     return True
 
 
-def cpu_flags() -> set[str]:
+@functools.cache
+def cpu_flags() -> frozenset[str]:
     """The words with which the system describes its CPUs; none where it does not."""
     try:
-        return set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
+        return frozenset(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
     except OSError:
-        return set()
+        return frozenset()
 
 
 def default_device() -> str:

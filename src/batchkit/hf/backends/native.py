@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batchkit")
 
-__all__ = ["BuildError", "cache_folder", "kernels", "load"]
+__all__ = ["BuildError", "cache_folder", "kernels", "load", "multiplies_bfloat16"]
 
 _KERNELS = Path(__file__).with_name("kernels")
 _PROCESSORS = {
@@ -35,6 +35,9 @@ _PROCESSORS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
 }
 """What the compiler is told, by what torch says that the processor can do."""
+_BF16_FLAGS = ("-mavx512bf16",)
+_TILE_FLAGS = ("-mamx-tile", "-mamx-bf16")
+"""Besides, where the processor multiplies bfloat16 itself. Compilers of before 2021 do not know all of them."""
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=fast")
 _LAST_LINES = 5
 """Of what a compiler says, so many lines are told: the error is among them."""
@@ -70,10 +73,47 @@ def kernels(name: str) -> ctypes.CDLL:
     if capability not in _PROCESSORS:
         raise BuildError(f"kernels need AVX2, and torch finds the CPU capability {capability}")
     try:
-        return load(_KERNELS / f"{name}.cpp", _PROCESSORS[capability])
+        return load(_KERNELS / f"{name}.cpp", _processor_flags(capability))
     except BuildError as error:
         _warn(str(error))
         raise
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the kernels use instructions that multiply bfloat16.
+
+    Raises:
+        BuildError: there are no kernels.
+    """
+    import torch
+
+    kernels("linear")
+    return set(_BF16_FLAGS) <= set(_processor_flags(torch.backends.cpu.get_cpu_capability()))
+
+
+@functools.cache
+def _processor_flags(capability: str) -> tuple[str, ...]:
+    """What the compiler is told of the processor: all that both know. It is one for all, which share packed weights."""
+    from ..loading import cpu_flags
+
+    usual = _PROCESSORS[capability]
+    found = cpu_flags()
+    more: list[tuple[str, ...]] = []
+    if capability == "AVX512" and "avx512_bf16" in found:
+        more = [_BF16_FLAGS]
+        if {"amx_tile", "amx_bf16"} <= found and _may_use_tiles():
+            more.insert(0, (*_BF16_FLAGS, *_TILE_FLAGS))
+    for flags in more:
+        with contextlib.suppress(BuildError):
+            load(_KERNELS / "linear.cpp", (*usual, *flags))
+            return (*usual, *flags)
+    return usual
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for the processor's tiles (AMX), as every process that uses them has to."""
+    syscall, arch_prctl, request_permission, tiles = ctypes.CDLL(None).syscall, 158, 0x1023, 18
+    return bool(syscall(arch_prctl, request_permission, tiles) == 0)
 
 
 @functools.cache

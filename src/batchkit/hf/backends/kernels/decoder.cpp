@@ -84,19 +84,21 @@ inline void add(float *to, const T *from, int64_t count) {
 // For each panel of the matrix and some of the rows: done(first row, rows, panel, sums). To be called by all threads, which
 // do not wait for each other.
 template <class T, class Done>
-inline void each_piece(const Matrix<T> &matrix, const float *x, int64_t rows, float *work, const Done &done) {
+inline void each_piece(const Matrix<T> &matrix, const float *x, bool is_narrow, int64_t rows, float *work,
+                       const Done &done) {
     const int64_t part = piece_rows(matrix, rows), parts = (rows + part - 1) / part;
 #pragma omp for schedule(guided) nowait
     for (int64_t piece = 0; piece < matrix.panels() * parts; piece++) {
         const int64_t panel = piece / parts, first = piece % parts * part, count = least(part, rows - first);
-        done(first, count, panel, multiply(matrix, panel, x + first * matrix.inputs, count, rows, work));
+        done(first, count, panel, multiply(matrix, panel, x + first * matrix.inputs, is_narrow, count, rows, work));
     }
 }
 
 // out[rows, outputs] = x[rows, inputs] times the matrix, plus its bias.
 template <class T>
-inline void product(const Matrix<T> &matrix, const float *x, int64_t rows, float *work, float *out, int64_t stride) {
-    each_piece(matrix, x, rows, work, [&](int64_t first, int64_t count, int64_t panel, const float *sums) {
+inline void product(const Matrix<T> &matrix, const float *x, bool is_narrow, int64_t rows, float *work, float *out,
+                    int64_t stride) {
+    each_piece(matrix, x, is_narrow, rows, work, [&](int64_t first, int64_t count, int64_t panel, const float *sums) {
         for (int64_t row = 0; row < count; row++)
             finish(sums + row * PANEL, matrix.bias ? matrix.bias + panel * PANEL : nullptr, matrix.width(panel),
                    out + (first + row) * stride + panel * PANEL);
@@ -115,6 +117,7 @@ void before(const Before<T> &b) {
     const int64_t together = least(b.rows, TOGETHER), inputs = b.query.inputs, width = b.head_width;
     const Matrix<T> *const matrices[3] = {&b.query, &b.key, &b.value};
     const Norm<T> *const norms[2] = {&b.query_norm, &b.key_norm};
+    const bool is_narrow = wants_narrow(b.query) && wants_narrow(b.key) && wants_narrow(b.value);
     float *const x = b.scratch;
     float *sums[3] = {x + together * inputs};
     for (int side = 1; side < 3; side++) sums[side] = sums[side - 1] + together * matrices[side - 1]->outputs;
@@ -129,10 +132,11 @@ void before(const Before<T> &b) {
             for (int64_t row = 0; row < rows; row++) {
                 widen(b.hidden + (begin + row) * inputs, inputs, x + row * inputs);
                 apply(b.norm, x + row * inputs, inputs);
+                if (is_narrow) narrow(x + row * inputs, inputs);
             }
             meeting.wait();
             for (int side = 0; side < 3; side++)
-                product(*matrices[side], x, rows, work, sums[side], matrices[side]->outputs);
+                product(*matrices[side], x, is_narrow, rows, work, sums[side], matrices[side]->outputs);
             meeting.wait();
 #pragma omp for schedule(static) nowait
             for (int64_t row = 0; row < rows; row++)
@@ -164,6 +168,8 @@ int64_t after_floats(const After<T> &a) {
 template <class T>
 void after(const After<T> &a) {
     const int64_t together = least(a.rows, TOGETHER), width = a.out.outputs, inner = a.gate.outputs;
+    const bool outs_narrow = wants_narrow(a.out), ins_narrow = wants_narrow(a.gate) && wants_narrow(a.up);
+    const bool downs_narrow = wants_narrow(a.down);
     float *const x = a.scratch;  // what is multiplied: first what was attended, then hidden states
     float *const stream = x + together * most(a.out.inputs, width);
     float *const sums = stream + together * width;
@@ -177,10 +183,12 @@ void after(const After<T> &a) {
         for (int64_t begin = 0; begin < a.rows; begin += TOGETHER) {
             const int64_t rows = least(TOGETHER, a.rows - begin);
 #pragma omp for schedule(static) nowait
-            for (int64_t row = 0; row < rows; row++)
+            for (int64_t row = 0; row < rows; row++) {
                 widen(a.attended + (begin + row) * a.out.inputs, a.out.inputs, x + row * a.out.inputs);
+                if (outs_narrow) narrow(x + row * a.out.inputs, a.out.inputs);
+            }
             meeting.wait();
-            product(a.out, x, rows, work, stream, width);
+            product(a.out, x, outs_narrow, rows, work, stream, width);
             meeting.wait();
 #pragma omp for schedule(static) nowait
             for (int64_t row = 0; row < rows; row++) {
@@ -188,22 +196,28 @@ void after(const After<T> &a) {
                 add(stream + row * width, a.hidden + (begin + row) * width, width);
                 std::memcpy(x + row * width, stream + row * width, width * sizeof(float));
                 apply(a.norm, x + row * width, width);
+                if (ins_narrow) narrow(x + row * width, width);
             }
             meeting.wait();
-            each_piece(a.gate, x, rows, work, [&](int64_t first, int64_t count, int64_t panel, const float *gate) {
+            each_piece(a.gate, x, ins_narrow, rows, work, [&](int64_t first, int64_t count, int64_t panel, const float *gate) {
                 const int64_t at = panel * PANEL;
                 for (int64_t row = 0; row < count; row++)
                     finish(gate + row * PANEL, a.gate.bias ? a.gate.bias + at : nullptr, a.gate.width(panel),
                            kept + row * PANEL);
-                const float *const up = multiply(a.up, panel, x + first * width, count, rows, work);
+                float *const ups = multiply(a.up, panel, x + first * width, ins_narrow, count, rows, work);
                 for (int64_t row = 0; row < count; row++) {
-                    float *const to = gated + (first + row) * inner + at;
-                    finish(up + row * PANEL, a.up.bias ? a.up.bias + at : nullptr, a.up.width(panel), to);
-                    gate_by(kept + row * PANEL, to, to, a.up.width(panel), a.activation);
+                    const int64_t outputs = a.up.width(panel);
+                    float *const up = ups + row * PANEL, *const to = gated + (first + row) * inner;
+                    finish(up, a.up.bias ? a.up.bias + at : nullptr, outputs, up);
+                    gate_by(kept + row * PANEL, up, up, outputs, a.activation);
+                    if (downs_narrow)
+                        finish(up, (const T *)nullptr, outputs, (T *)to + at);
+                    else
+                        std::memcpy(to + at, up, outputs * sizeof(float));
                 }
             });
             meeting.wait();
-            product(a.down, gated, rows, work, sums, width);
+            product(a.down, gated, downs_narrow, rows, work, sums, width);
             meeting.wait();
 #pragma omp for schedule(static) nowait
             for (int64_t row = 0; row < rows; row++) {

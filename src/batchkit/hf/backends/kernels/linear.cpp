@@ -11,6 +11,7 @@ namespace {
 template <class T>
 void linear(const T *x, const Matrix<T> &matrix, T *out, int64_t rows, float *scratch, int64_t num_threads) {
     const int64_t inputs = matrix.inputs, panels = matrix.panels();
+    const bool is_narrow = wants_narrow(matrix);
     float *const works = scratch + least(rows, TOGETHER) * inputs;
 #pragma omp parallel num_threads((int)num_threads)
     {
@@ -19,12 +20,15 @@ void linear(const T *x, const Matrix<T> &matrix, T *out, int64_t rows, float *sc
             const int64_t total = least(TOGETHER, rows - begin), part = piece_rows(matrix, total);
             const int64_t parts = (total + part - 1) / part;
 #pragma omp for schedule(static)
-            for (int64_t row = 0; row < total; row++) widen(x + (begin + row) * inputs, inputs, scratch + row * inputs);
+            for (int64_t row = 0; row < total; row++) {
+                widen(x + (begin + row) * inputs, inputs, scratch + row * inputs);
+                if (is_narrow) narrow(scratch + row * inputs, inputs);
+            }
 #pragma omp for schedule(guided)
             for (int64_t piece = 0; piece < panels * parts; piece++) {
                 const int64_t panel = piece / parts, first = piece % parts * part;
                 const int64_t count = least(part, total - first);
-                const float *const c = multiply(matrix, panel, scratch + first * inputs, count, total, work);
+                const float *const c = multiply(matrix, panel, scratch + first * inputs, is_narrow, count, total, work);
                 for (int64_t row = 0; row < count; row++)
                     finish(c + row * PANEL, matrix.bias ? matrix.bias + panel * PANEL : nullptr, matrix.width(panel),
                            out + (begin + first + row) * matrix.outputs + panel * PANEL);
