@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from batchkit import Engine, SamplingParams
-from batchkit.hf import graphs, runner
+from batchkit.hf import graphs
 from batchkit.hf.backends.base import StepGroups, power_of_two, to_device
 from batchkit.hf.backends.reference import ReferenceBackend
 
@@ -134,7 +134,7 @@ class Recorder:
 
 def _stand_in(monkeypatch: pytest.MonkeyPatch, kind: Any) -> list[Any]:
     monkeypatch.setattr(Recorder, "made", [])
-    monkeypatch.setattr(runner, "DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr(graphs, "_DEVICES", frozenset({"cpu"}))
     monkeypatch.setattr(graphs, "CudaRecorder", lambda device: Recorder(kind))
     return Recorder.made
 

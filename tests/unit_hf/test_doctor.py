@@ -174,6 +174,8 @@ def test_what_is_refused_without_weights_is_refused(tmp_path):
         preview(path, device="cpu")
     with pytest.raises(OutOfKVMemory):
         preview(saved(tmp_path / "other"), device="cpu", kv_memory=10)
+    with pytest.raises(ValueError, match="cuda_graphs needs the whole model on one CUDA device, and it is on cpu"):
+        preview(saved(tmp_path / "third"), device="cpu", cuda_graphs=True)
 
 
 def test_a_model_that_needs_its_weights_is_not_known(tmp_path, monkeypatch):

@@ -40,6 +40,7 @@ def preview_engine(args: argparse.Namespace) -> Engine:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs or args.scheduler.policy.default_max_num_seqs,
         attention=args.attention,
+        cuda_graphs=args.cuda_graphs,
     )
     args.backend = found.attention
     geometry = found.geometry

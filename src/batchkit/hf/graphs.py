@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("batchkit")
 
-__all__ = ["DEVICES", "DecodeGraphs", "find_waits", "padded_decodes"]
+__all__ = ["DecodeGraphs", "check_devices", "find_waits", "padded_decodes"]
 
 T = TypeVar("T")
 
-DEVICES = frozenset({"cuda"})
+_DEVICES = frozenset({"cuda"})
 """Types of devices that have graphs."""
 _FEW_ROWS = 64
 """Up to here the number of rows is padded to a power of two; beyond, to a multiple of this."""
@@ -99,6 +99,13 @@ class CudaRecorder:
                 graph.replay()
 
         return replay
+
+
+def check_devices(devices: set[torch.device]) -> None:
+    """Raise ValueError unless a model on these devices can be captured: on one CUDA device."""
+    if len(devices) > 1 or next(iter(devices)).type not in _DEVICES:
+        found = ", ".join(sorted(map(str, devices)))
+        raise ValueError(f"cuda_graphs needs the whole model on one CUDA device, and it is on {found}")
 
 
 class DecodeGraphs:

@@ -14,6 +14,7 @@ from .attention import probe_layers
 from .backends import block_size_for, choose_backend
 from .backends.reference import ReferenceBackend
 from .grammar import Grammars
+from .graphs import check_devices
 from .kv_pool import block_bytes, free_memory, num_blocks_for
 from .loading import default_device
 from .runner import eos_token_ids, model_len
@@ -54,17 +55,20 @@ def preview(
     max_model_len: int | None = None,
     max_num_seqs: int = 256,
     attention: str | None = None,
+    cuda_graphs: bool = False,
 ) -> Preview:
     """Look at a model without loading its weights. The arguments are those of `TransformersRunner` and `load_model`.
 
     Raises:
         UnsupportedModel: its attention cannot be replaced, or not by the backend that is asked for, with every reason
             that shows without weights.
-        ValueError: the backend cannot have blocks of this size.
+        ValueError: the backend cannot have blocks of this size, or the device no graphs.
         OSError: there is no such model.
     """
     config = AutoConfig.from_pretrained(name_or_path)
     where = torch.device(default_device() if device is None else device)
+    if cuda_graphs:
+        check_devices({where})
     length = model_len(config, max_model_len)
     model = without_weights(config, dtype)
     try:

@@ -26,7 +26,7 @@ from .batch import BatchBuilder
 from .decoder import DecoderLayer
 from .fused import optimized
 from .grammar import Grammars
-from .graphs import DEVICES, DecodeGraphs
+from .graphs import DecodeGraphs, check_devices
 from .kv_pool import KVPool, block_bytes, num_blocks_for
 from .layer_kernels import best
 from .packing import is_given_up, pack_again, unpack
@@ -139,9 +139,8 @@ class TransformersRunner(ModelRunner):
             size = block_size_for(backend, block_size)
             embeddings = bound.model.get_input_embeddings()
             devices = {layer.device for layer in layers} | {embeddings.weight.device}
-            if cuda_graphs and (len(devices) > 1 or next(iter(devices)).type not in DEVICES):
-                found = ", ".join(sorted(map(str, devices)))
-                raise ValueError(f"cuda_graphs needs the whole model on one CUDA device, and it is on {found}")
+            if cuda_graphs:
+                check_devices(devices)
             self._pool: KVPool | None = None
             self._bound: BoundModel | None = bound
             self._backend: AttentionBackend | None = backend
