@@ -195,7 +195,8 @@ inline void shape_tiles(int64_t rows) {
         shapes.bytes[i] = 64;
         shapes.rows[i] = i < 5 ? rows : TILE_ROWS;
     }
-    asm volatile("ldtilecfg %0" : : "m"(shapes) : "memory");
+    asm volatile("" : : "r"(&shapes) : "memory");  // GCC takes all but the first bytes for unused
+    _tile_loadconfig(&shapes);
 }
 
 // c[rows, PANEL] = a[rows, k] times packed[k, PANEL]; `a` is narrow, with k floats a row.
