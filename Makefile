@@ -27,7 +27,7 @@ XFORMERS_TESTS := tests/interpreted
 .PHONY: help demo env model test test-fast test-oldest test-xformers check format bench bench-smoke bench-peers experiment experiment-measured models-doc gpu-check clean clean-all
 
 help:
-	@echo "make demo         set everything up, answer examples/prompts.jsonl with SmolLM2-135M, print the figures"
+	@echo "make demo         set everything up, answer examples/prompts.jsonl with SmolLM2-135M"
 	@echo "make test         set everything up, run the whole test suite"
 	@echo "make test-fast    the tests that need no torch, in an environment that has none"
 	@echo "make test-oldest  the suite's core on the oldest transformers that is admitted ($(OLDEST))"
@@ -35,7 +35,7 @@ help:
 	@echo "make check        ruff and mypy"
 	@echo "make format       ruff, mending what it can"
 	@echo "make bench        the benchmarks: scheduling, long jobs, the trace, sampling, prefixes, start-up, throughput"
-	@echo "make bench-smoke  whether a change made the engine slower, by counts and ratios; a minute"
+	@echo "make bench-smoke  whether a change made the engine slower, by counts and ratios; about a minute of processor time"
 	@echo "make bench-peers  batchkit beside vLLM, OpenVINO GenAI and transformers on this CPU; gigabytes, and an hour"
 	@echo "make experiment   the figures of docs/experiment.md: the 2023 experiment, simulated; minutes"
 	@echo "make experiment-measured  the same page's: the experiment on SmolLM2-135M, and how well it is predicted; an hour"
@@ -53,6 +53,7 @@ endef
 # The stamps are written last, so that an interrupted set-up is taken up again. pip does nothing twice.
 $(VENV)/.ready: pyproject.toml Makefile
 	$(need_python)
+	@echo "Installing torch, transformers and batchkit into $(VENV): some minutes"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH) -e '.[dev]'
 	@touch $@

@@ -1,4 +1,4 @@
-"""Whether a change made the engine slower: a guard for noisy machines, in a minute.
+"""Whether a change made the engine slower: for noisy machines, in about a minute of processor time.
 
 Nothing here is compared with a number of seconds that was measured before. There are three kinds of figures:
 

@@ -9,6 +9,8 @@ Three floors stand beside it: the time in which the weights can be read once, th
 linear layers alone on as many rows, with weights as in the step, one after the other. Reading is measured here, by
 summing what no cache can hold.
 
+Where a step is far below its floor, something else was running, and a note says so.
+
     python benchmarks/step.py --model .cache/smollm2 [--dtype float32 --batches 1,16 --context 200 --json FILE]
 """
 
@@ -43,6 +45,7 @@ from batchkit.hf.kv_pool import block_bytes
 from batchkit.hf.runner import TransformersRunner
 
 WARM_STEPS = 3
+LEAST_OF_FLOOR = 0.8  # of a step over its floor; less than that is no noise
 SHARES = ("scheduling", "packing", "attention", "layers", "linear", "other model", "sampling", "engine")
 
 
@@ -256,6 +259,8 @@ def main() -> None:
             + " ".join(f"{100 * got.shares[share] / whole:>11.1f}" for share in SHARES),
             flush=True,
         )
+        if got.decode < LEAST_OF_FLOOR * (linear + kv):
+            print("      ^ the floor is above the step: something else is running, and this row means nothing")
         found.append(
             {
                 "rows": rows,

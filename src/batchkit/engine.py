@@ -294,7 +294,10 @@ class Engine:
         from .hf.tokenizer import as_tokenizer
 
         if not (isinstance(scheduler, type) and issubclass(scheduler, Scheduler)):
-            raise TypeError(f"scheduler must be a class, such as PagedScheduler, got {scheduler!r}")
+            raise TypeError(
+                f"scheduler must be a class, such as PagedScheduler, got {scheduler!r}; its arguments are given beside "
+                "it, as in Engine.from_pretrained(path, scheduler=MyPolicy, most=2), and names are for the command line"
+            )
         if not (isinstance(allocator, type) and issubclass(allocator, BlockAllocator)):
             raise TypeError(f"allocator must be a subclass of BlockAllocator, got {allocator!r}")
         _check_arguments(scheduler, scheduler_args)

@@ -1,6 +1,7 @@
 """The checks catch what they are for: parts that are broken in one way each."""
 
 import itertools
+import logging
 import re
 
 import pytest
@@ -260,6 +261,21 @@ def test_a_stalled_policy_is_told_its_last_refusal():
         check_scheduler(ForgetsRunning)
     with pytest.raises(ConformanceError, match="the last refusal was for lack of blocks"):
         check_scheduler(IgnoresFalse)
+
+
+def test_failures_that_are_meant_are_not_logged_and_all_else_is(caplog):
+    logger = logging.getLogger("batchkit")
+
+    class Warns(Sound):
+        def schedule(self, step):
+            logger.warning("its own")
+            super().schedule(step)
+
+    check_scheduler(Warns)
+    assert {record.message for record in caplog.records} == {"its own"}
+    with pytest.raises(ConformanceError):
+        check_scheduler(ChangesOutput)
+    assert not logger.filters
 
 
 def test_the_clock_takes_the_seconds_of_a_step_that_were_asked_for():

@@ -11,6 +11,7 @@ import logging
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -502,6 +503,8 @@ def test_arguments_that_nobody_takes_are_named_before_anything_is_made() -> None
         assert engine.stats().scheduler == "Own"
     with pytest.raises(TypeError, match="scheduler must be a class, such as PagedScheduler, got 'chunked'"):
         Engine.from_model(object(), scheduler="chunked")
+    with pytest.raises(TypeError, match=r"functools\.partial.*given beside it, .*scheduler=MyPolicy, most=2\)"):
+        Engine.from_model(object(), scheduler=partial(Own, mine=5))
     with pytest.raises(TypeError, match=r"got LlamaForCausalLM; Engine\.from_model takes a model"):
         Engine(tiny(), PagedScheduler(PagedAllocator(8, 16)))
 

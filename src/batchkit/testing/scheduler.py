@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,17 +63,38 @@ def check_scheduler(
     if isinstance(make, Scheduler):
         raise TypeError(f"check_scheduler makes many schedulers: give the class, {type(make).__name__}")
     name = getattr(make, "__name__", "the scheduler")
-    for number in range(num_workloads):
-        rng = random.Random(f"{seed}/{number}")
-        for pool in ("paged", "paged with swap", "contiguous"):
-            trial = _Trial(make, name, rng, f"workload {number} of seed {seed}", pool, step_s)
-            if trial.possible:
-                trial.run_all()
+    with _failures_unlogged():
+        for number in range(num_workloads):
+            rng = random.Random(f"{seed}/{number}")
+            for pool in ("paged", "paged with swap", "contiguous"):
+                trial = _Trial(make, name, rng, f"workload {number} of seed {seed}", pool, step_s)
+                if trial.possible:
+                    trial.run_all()
     if max_wait_steps is not None:
+        where = f"a steady load of seed {seed}"
         for pool in ("paged", "contiguous"):
-            trial = _Trial(make, name, random.Random(seed), f"a steady load of seed {seed}", pool, step_s, steady=True)
+            trial = _Trial(make, name, random.Random(seed), where, pool, step_s, steady=True)
             if trial.possible:
                 trial.run_steady(max_wait_steps)
+
+
+class _DeviceFailure(OSError):
+    """What `_FlakyRunner` raises."""
+
+
+@contextmanager
+def _failures_unlogged() -> Iterator[None]:
+    """Keep the engine's warnings about failures that are meant from the user's screen, and no others."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], _DeviceFailure))
+
+    logger = logging.getLogger("batchkit")
+    logger.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_shown)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +127,7 @@ class _FlakyRunner(SimulatedRunner):
             done = self._rng.randint(0, len(out.rows))
             for row in out.rows[:done]:
                 self._row(row)
-            raise OSError(f"the device failed after {done} of {len(out.rows)} rows")
+            raise _DeviceFailure(f"the device failed after {done} of {len(out.rows)} rows")
         return super().execute(out)
 
 
