@@ -151,7 +151,7 @@ def best(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Packed:
-    """Weights of a linear layer in the order in which its kernel reads them (`backends/kernels/linear.h`).
+    """Weights of a linear layer in the order in which its kernel reads them (`backends/kernels/packed.h`).
 
     Attributes:
         numbers: all of them, [outputs rounded up to whole panels, inputs]; what is where is the kernel's business.

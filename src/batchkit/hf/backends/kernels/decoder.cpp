@@ -48,7 +48,7 @@ inline void apply(const Norm<T> &norm, float *x, int64_t count) {
         normalize(x + i, norm.weight, x + i, norm.width, norm.eps, norm.offset);
 }
 
-// What `_Before` and `_After` of layer_kernels.py are.
+// What `_Before` and `_After` of decoder.py are.
 template <class T>
 struct Before {
     Matrix<T> query, key, value;
