@@ -8,7 +8,7 @@ import torch
 
 from ..machine import usable_cpus
 from .backends import ON_CPU, ON_CUDA
-from .backends.native import BuildError, cache_folder, kernels
+from .backends.native import BuildError, cache_folder, kernels, multiplies_bfloat16
 from .kv_pool import free_memory
 from .loading import default_device
 
@@ -38,9 +38,10 @@ def _cpu_kernels() -> tuple[bool, str]:
         kernels("attention")
     except BuildError as error:
         return False, f"none: {error}"
+    made = f"for {torch.backends.cpu.get_cpu_capability()}" + (" and its bfloat16" if multiplies_bfloat16() else "")
     if any(cache_folder().glob("attention-*.so")):
-        return True, f"compiled, in {cache_folder()}"
-    return True, f"compiled anew in every process: they cannot be kept in {cache_folder()}"
+        return True, f"compiled {made}, in {cache_folder()}"
+    return True, f"compiled {made} anew in every process: they cannot be kept in {cache_folder()}"
 
 
 def limit_threads() -> None:
