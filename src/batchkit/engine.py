@@ -175,7 +175,7 @@ class Engine:
         self._by_id: dict[str, LiveRequest] = {}  # by the caller's id
         self._outbox: list[RequestOutput] = []
         self._inboxes: dict[int, deque[RequestOutput]] = {}  # of the streams that are read, by their `id`
-        self._closed = False
+        self._closed = self._has_closed_runner = False
         # Held while a step or a change is under way. Its thread may take it again, and finds `_in_turn` True, unless an
         # interrupt came just after it was taken or just before it was given back: then that is made good.
         self._turn_lock = threading.RLock()
@@ -1098,6 +1098,7 @@ class Engine:
             The outputs that had not been delivered, those of the aborted requests among them.
         """
         if self._closed:
+            self._close_runner()
             return []
         with self._turn():
             for inbox in list(self._inboxes.values()):
@@ -1111,11 +1112,18 @@ class Engine:
                 self._closed = True
                 for part in self._parts:
                     part.__dict__[_IN_USE] = False
-                if self._trace is not None:
-                    self._trace.close(self._clock())
-                self._runner.close()
+                try:
+                    if self._trace is not None:
+                        self._trace.close(self._clock())
+                finally:
+                    self._close_runner()
         outputs, self._outbox = self._outbox, []
         return outputs
+
+    def _close_runner(self) -> None:
+        if not self._has_closed_runner:  # an interrupt may have kept it from that
+            self._runner.close()
+            self._has_closed_runner = True
 
     def __enter__(self) -> Self:
         return self

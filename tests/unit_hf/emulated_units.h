@@ -1,7 +1,7 @@
 // AVX-512, AVX512-BF16 and AMX for processors with AVX2: as much of it as the kernels use, slowly. Included before all else.
 //
-// As the processors do, products of bfloat16 are exact, subnormal numbers are taken for zero, and sums are float32. What is
-// undefined there, such as a tile that is read before it has a shape, ends the process here.
+// As on the processors, products of bfloat16 are exact, subnormal numbers are taken for zero, and sums are float32, if in
+// another order. What is undefined there, such as a tile that is read before it has a shape, ends the process here.
 
 #pragma once
 
@@ -107,7 +107,7 @@ inline void store(int tile, void *to, int64_t stride) {
         std::memcpy((char *)to + row * stride, tiles.numbers[tile][row], tiles.bytes[tile]);
 }
 inline void multiply(int sums, int a, int b) {
-    check(tiles.rows[sums] && tiles.rows[sums] == tiles.rows[a] && tiles.bytes[sums] == tiles.bytes[b] &&
+    check(sums != a && sums != b && a != b && tiles.rows[sums] && tiles.rows[sums] == tiles.rows[a] && tiles.bytes[sums] == tiles.bytes[b] &&
               tiles.bytes[a] == 4 * tiles.rows[b],
           "the tiles do not fit");
     for (int row = 0; row < tiles.rows[sums]; row++) {

@@ -79,14 +79,22 @@ class TestPacked:
         assert torch.equal(packed.unpacked(), other)
 
     def test_in_place(self, dtype: torch.dtype) -> None:
-        for outputs in (256, 200):
-            weight = random(outputs, 40, dtype=dtype)
-            before = weight.clone()
-            packed = Packed(weight, in_place=True)
-            assert torch.equal(packed.unpacked(), before)
-            assert (packed.numbers is weight) == (outputs == 256)
-        turned = random(40, 256, dtype=dtype).t()
-        assert torch.equal(Packed(turned, in_place=True).unpacked(), turned)
+        weight = random(256, 40, dtype=dtype)
+        before = weight.clone()
+        packed = Packed.within(weight)
+        assert packed is not None and packed.numbers is weight
+        assert torch.equal(packed.undone(), before)  # nothing has been done
+        packed.fill(packed.numbers)
+        assert not torch.equal(weight, before) and torch.equal(packed.unpacked(), before)
+        for _ in range(2):
+            assert torch.equal(packed.undone(), before) and packed.undone().data_ptr() == weight.data_ptr()
+        assert Packed.within(random(200, 40, dtype=dtype)) is None
+        assert Packed.within(random(40, 256, dtype=dtype).t()) is None
+
+    def test_undone(self, dtype: torch.dtype) -> None:
+        weight = random(201, 37, dtype=dtype)
+        packed = Packed(weight)
+        assert torch.equal(packed.undone(), weight) and packed.undone().data_ptr() == packed.numbers.data_ptr()
 
     def test_indices_that_do_not_fit(self, dtype: torch.dtype) -> None:
         packed = Packed(random(33, 4, dtype=dtype))
@@ -306,6 +314,110 @@ class TestMove:
         with Engine.from_model(model, num_kv_blocks=8, pack_weights=how) as engine:
             assert engine._runner._bound.fused is not None  # type: ignore[attr-defined]
             assert generated(engine) == want
+
+    @pytest.mark.parametrize("when", range(8))
+    @pytest.mark.parametrize("what", ["_call", "undone"])
+    def test_closing_that_is_interrupted_can_be_done_again(
+        self, what: str, when: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also right after the kernel is done, when nothing in Python knows of it."""
+        model = tiny(tie_word_embeddings=True)
+        want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        engine = Engine.from_model(model, num_kv_blocks=8, pack_weights="move")
+        own, count = getattr(Packed, what), 0
+
+        def interrupted(packed: Packed, *args: Any) -> Any:
+            nonlocal count
+            count += 1
+            result = own(packed, *args)
+            if count == when + 1:
+                raise KeyboardInterrupt
+            return result
+
+        monkeypatch.setattr(Packed, what, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+        assert model.model.layers[-1].mlp.down_proj.weight.isnan().all()
+        assert engine.close() == [] and count > when + 1
+        assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+
+    @pytest.mark.parametrize("when", range(15))
+    def test_making_that_is_interrupted_leaves_the_weights(self, when: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        model = tiny(hidden_size=64, intermediate_size=64)
+        want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        own, count = Packed.fill, 0
+
+        def interrupted(packed: Packed, weight: torch.Tensor) -> None:
+            nonlocal count
+            own(packed, weight)
+            if packed.numbers.shape[0] in (64, 32, 97 + 31):  # one of the model's, and not of a trial
+                count += 1
+                if count == when + 1:
+                    raise KeyboardInterrupt
+
+        monkeypatch.setattr(Packed, "fill", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Engine.from_model(model, num_kv_blocks=8, pack_weights="move")
+        assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+
+    @pytest.mark.parametrize("made_in", [True, False])
+    @pytest.mark.parametrize("closed_in", [True, False])
+    def test_inference_mode_is_not_that_of_the_weights(self, made_in: bool, closed_in: bool) -> None:
+        model = tiny()
+        with torch.inference_mode(made_in):
+            engine = Engine.from_model(model, num_kv_blocks=8, pack_weights="move")
+        with torch.inference_mode(closed_in):
+            engine.close()
+        ids = torch.tensor([[1, 2, 3]])
+        model(ids, labels=ids).loss.backward()
+        assert model.lm_head.weight.grad is not None
+
+    def test_a_model_made_in_inference_mode(self) -> None:
+        with torch.inference_mode():
+            model = tiny()
+            want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with pytest.raises(OutOfKVMemory):
+            Engine.from_model(model, num_kv_blocks=10**12, pack_weights="move")
+        with Engine.from_model(model, num_kv_blocks=8, pack_weights="move") as engine:
+            assert len(generated(engine)) == len(PROMPTS)
+            engine.weights_changed()
+        with torch.inference_mode():
+            assert all(torch.equal(tensor, want[name]) for name, tensor in model.state_dict().items())
+
+    def test_another_dtype_meanwhile(self) -> None:
+        model = tiny()
+        want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        with Engine.from_model(model, num_kv_blocks=8, pack_weights="move"):
+            model.double()
+        assert all(torch.equal(tensor, want[name].double()) for name, tensor in model.state_dict().items())
+
+    def test_a_state_dict_from_before_is_right_again(self) -> None:
+        model = tiny(hidden_size=64, intermediate_size=96)
+        before = model.state_dict()
+        want = {name: tensor.clone() for name, tensor in before.items()}
+        with Engine.from_model(model, num_kv_blocks=8, pack_weights="move"):
+            assert not torch.equal(
+                before["model.layers.0.mlp.up_proj.weight"], model.model.layers[0].mlp.up_proj.weight
+            )
+        assert all(torch.equal(tensor, want[name]) for name, tensor in before.items())
+
+    @pytest.mark.parametrize("other", [torch.float64, torch.float32, "inputs", "outputs", "far fewer outputs"])
+    def test_one_layer_that_becomes_another_ends_requests(self, other: Any) -> None:
+        """With an error, and not with what happens to lie behind its weights."""
+        model = tiny("qwen2").bfloat16()
+        with Engine.from_model(model, num_kv_blocks=40, pack_weights="copy") as engine:
+            generated(engine)
+            weight = model.model.layers[1].mlp.up_proj.weight
+            if isinstance(other, torch.dtype):
+                weight.data = weight.data.to(other)
+            elif other == "inputs":
+                weight.data = weight.data.repeat(1, 2)
+            else:
+                weight.data = weight.data.repeat(2, 1) if other == "outputs" else weight.data[:1].clone()
+            engine.weights_changed()
+            out = engine.generate([[5, 6]], GREEDY, on_error="return")[0]
+        # One output is a factor for all, in torch as well.
+        assert (out.finish_reason == "error") == (other != "far fewer outputs")
 
     def test_one_number_that_is_nan_is_not_a_weight_that_was_moved(self) -> None:
         assert not is_given_up(torch.full((1, 1), math.nan))

@@ -79,7 +79,11 @@ class TestLinear:
         packed = Packed(weight)
         assert layer_kernels._panel() == 64 and torch.equal(packed.unpacked(), weight)
         whole = random(128, inputs)
-        assert torch.equal(Packed(whole.clone(), in_place=True).unpacked(), whole)
+        within = Packed.within(whole.clone())
+        assert within is not None
+        within.fill(within.numbers)
+        assert torch.equal(within.unpacked(), whole) and torch.equal(within.undone(), whole)
+        assert torch.equal(packed.undone(), weight)
 
     def test_products(self, outputs: int, inputs: int) -> None:
         packed, bias = Packed(random(outputs, inputs)), random(outputs, seed=1)

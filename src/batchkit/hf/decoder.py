@@ -500,8 +500,11 @@ class DecoderLayer:
             return tensor.data_ptr()
 
         def matrix(name: str) -> _Matrix:
+            nonlocal fits
             part = self._parts.linear[name]
             packed: Packed | None = vars(part).get("packed")
+            if packed is not None:
+                fits = fits and packed.numbers.dtype == self._dtype and packed.shape == self._shapes[part, "weight"]
             outputs, inputs = part.weight.shape if packed is None else packed.shape
             weights = pointer(part, "weight") if packed is None else packed.numbers.data_ptr()
             return _Matrix(weights, pointer(part, "bias"), outputs, inputs, packed is not None)

@@ -6,7 +6,7 @@ Each takes what it says and checks nothing: `fused` decides where they are used.
 from __future__ import annotations
 
 import functools
-from ctypes import c_float, c_int64, c_void_p
+from ctypes import byref, c_float, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -37,10 +37,11 @@ def _function(name: str, dtype: torch.dtype) -> Any:
         "rotary": (*(c_void_p, c_void_p, *ints) * 2, c_void_p, c_void_p, *ints),
         "best": (c_void_p, c_void_p, c_void_p, *ints, c_int64),
         "linear": (c_void_p, c_void_p, c_void_p, c_void_p, *ints, c_int64, c_void_p, c_int64),
-        "pack": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_int64),
+        "pack": (c_void_p, c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64),
+        "unpack_all": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64),
         "unpack": (c_void_p, c_void_p, c_void_p, *ints),
     }
-    library = kernels("linear" if name in ("linear", "pack", "unpack") else "layers")
+    library = kernels("linear" if name in ("linear", "pack", "unpack", "unpack_all") else "layers")
     function = getattr(library, f"batchkit_{name}_{DTYPES[dtype]}")
     function.argtypes, function.restype = arguments[name], None
     return function
@@ -158,18 +159,25 @@ class Packed:
         outputs: of the layer.
     """
 
-    def __init__(self, weight: torch.Tensor, *, in_place: bool = False) -> None:
-        """Pack weights.
-
-        Args:
-            weight: [outputs, inputs], on the CPU, of a dtype in `DTYPES`.
-            in_place: use its own memory, if it is contiguous and of whole panels. It is of no other use then.
-        """
-        self.outputs, inputs = weight.shape
-        rounded = -(-self.outputs // _panel()) * _panel()
-        in_place = in_place and rounded == self.outputs and weight.is_contiguous()
-        self.numbers = weight if in_place else weight.new_empty(rounded, inputs)
+    def __init__(self, weight: torch.Tensor) -> None:
+        """Pack a copy of weights, [outputs, inputs], on the CPU, of a dtype in `DTYPES`."""
+        self._hold(weight, weight.new_empty(-(-weight.shape[0] // _panel()) * _panel(), weight.shape[1]))
         self.fill(weight)
+
+    @classmethod
+    def within(cls, weight: torch.Tensor) -> Packed | None:
+        """What packs weights in their own memory, at `fill(numbers)`; None: it is not one piece, or of whole panels."""
+        if weight.shape[0] % _panel() or not weight.is_contiguous():
+            return None
+        made = cls.__new__(cls)
+        made._hold(weight, weight)
+        return made
+
+    def _hold(self, weight: torch.Tensor, numbers: torch.Tensor) -> None:
+        self.outputs = weight.shape[0]
+        self.numbers = numbers
+        # The kernel says so: between its end and whatever is said here, an interrupt may come.
+        self._is_packed = c_int64(0)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -177,13 +185,23 @@ class Packed:
         return self.outputs, self.numbers.shape[1]
 
     def fill(self, weight: torch.Tensor) -> None:
-        """Pack other weights of the same shape and dtype."""
+        """Pack other weights of the same shape and dtype, or `numbers` that are not packed yet."""
+        weight = weight.contiguous()
+        self._call("pack", weight.data_ptr())
+
+    def undone(self) -> torch.Tensor:
+        """The weights as they were, [outputs, inputs], in the memory of `numbers`. It is of no other use then."""
+        if self._is_packed.value:
+            self._call("unpack_all")
+        return self.numbers[: self.outputs]
+
+    def _call(self, name: str, *pointers: int) -> None:
         outputs, inputs = self.shape
         threads = torch.get_num_threads()
-        weight = weight.contiguous()
-        scratch = weight.new_empty(threads, _panel(), inputs)
-        pointers = weight.data_ptr(), self.numbers.data_ptr()
-        _function("pack", weight.dtype)(*pointers, outputs, inputs, scratch.data_ptr(), threads)
+        scratch = self.numbers.new_empty(threads, _panel(), inputs)
+        _function(name, self.numbers.dtype)(
+            *pointers, self.numbers.data_ptr(), outputs, inputs, scratch.data_ptr(), byref(self._is_packed), threads
+        )
 
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Rows of the weights as they were, [..., inputs].

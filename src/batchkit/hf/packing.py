@@ -40,15 +40,13 @@ def pack(model: nn.Module, layers: Iterable[nn.Linear], *, moves: bool) -> int:
         for parameter in module._parameters.values():
             owners[id(parameter)].append(module)
     shared = _overlapping(model) if moves else set()
-    done: dict[int, Packed] = {}
     for layer in layers:
         weight: Any = layer.weight
-        if id(weight) not in done:
+        if "packed" not in vars(layer):
             its = owners[id(weight)]
             gives_up = moves and all(owner in layers or _is_plain_embedding(owner) for owner in its)
-            in_place = gives_up and id(weight) not in shared
-            done[id(weight)] = _pack(weight, its, gives_up=gives_up, in_place=in_place)
-        vars(layer)["packed"] = done[id(weight)]
+            with torch.inference_mode(weight.is_inference()):  # which the caller's mode need not be
+                _pack(weight, its, gives_up=gives_up, in_place=gives_up and id(weight) not in shared)
     return len(layers)
 
 
@@ -70,14 +68,20 @@ def _overlapping(model: nn.Module) -> set[int]:
     return found
 
 
-def _pack(weight: Any, owners: list[nn.Module], *, gives_up: bool, in_place: bool) -> Packed:
-    packed = Packed(weight.data, in_place=in_place)
+def _pack(weight: Any, owners: list[nn.Module], *, gives_up: bool, in_place: bool) -> None:
+    """Pack one weight for all that have it. `unpack` can undo it from whichever line an interrupt comes at."""
+    within = Packed.within(weight.data) if in_place else None
+    packed = within or Packed(weight.data)
+    for owner in owners:
+        if not isinstance(owner, nn.Embedding):
+            vars(owner)["packed"] = packed
     if gives_up:
         weight.data = weight.data.new_full((1, 1), math.nan).as_strided(weight.shape, (0, 0))
         for owner in owners:
             if isinstance(owner, nn.Embedding):
                 vars(owner).update(packed=packed, forward=packed.rows)
-    return packed
+    if within is not None:
+        within.fill(within.numbers)
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
@@ -85,16 +89,25 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 
 
 def unpack(model: nn.Module) -> None:
-    """Undo `pack`."""
+    """Undo `pack`, in the memory of the packed weights. What an interrupt leaves of it can be done again."""
     for module in model.modules():
-        packed: Packed | None = vars(module).pop("packed", None)
+        packed: Packed | None = vars(module).get("packed")
         if packed is None:
             continue
         weight: Any = module._parameters["weight"]
-        if is_given_up(weight):
-            weight.data = packed.unpacked()
+        with torch.inference_mode(weight.is_inference()):
+            if _is_lost(weight, packed):
+                weight.data = packed.undone().to(weight.dtype)
+        del vars(module)["packed"]
         if isinstance(module, nn.Embedding):
-            del module.forward
+            vars(module).pop("forward", None)
+
+
+def _is_lost(weight: torch.Tensor, packed: Packed) -> bool:
+    """Whether the packed numbers are the only ones: also where the caller has since made other NaN of NaN."""
+    if is_given_up(weight):
+        return True
+    return weight.shape == packed.shape and bool(weight[:1, :1].isnan().any() and weight.isnan().all())
 
 
 def pack_again(model: nn.Module) -> None:
@@ -128,5 +141,5 @@ def is_given_up(weight: torch.Tensor) -> bool:
     """Whether a weight is what `pack` leaves of one that it has moved."""
     if weight.layout != torch.strided or weight.stride() != (0, 0) or not weight.numel():
         return False
-    with torch.inference_mode():  # so that the weight may be from there
+    with torch.inference_mode(weight.is_inference()):
         return bool(weight[0, 0].isnan())

@@ -121,5 +121,7 @@ def activation_of(module: nn.Module, dtype: torch.dtype) -> int | None:
 
 def gated_by(module: Any, x: torch.Tensor, activation: int) -> torch.Tensor:
     """What an MLP gives that gates by an activation."""
-    result: torch.Tensor = module.down_proj(gated(module.gate_proj(x), module.up_proj(x), activation))
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    is_alike = gate.shape == up.shape and gate.dtype == up.dtype and gate.dtype in DTYPES
+    result: torch.Tensor = module.down_proj(gated(gate, up, activation) if is_alike else module.act_fn(gate) * up)
     return result

@@ -351,10 +351,10 @@ class TransformersRunner(ModelRunner):
     @override
     def close(self) -> None:
         """Free everything. A model whose weights were moved has them again, if anybody still has it."""
+        if self._bound is not None and self._caller() is not None:
+            unpack(self._bound.model)  # first, since what raises here can be done again
         self.drop_caches()
         if self._bound is not None:
-            if self._caller() is not None:
-                unpack(self._bound.model)
             for module in self._bound.model.modules():
                 for name in ("forward", "packed"):  # they hold their module, and would hold weights until collected
                     vars(module).pop(name, None)

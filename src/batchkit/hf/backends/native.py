@@ -104,8 +104,11 @@ def _processor_flags(capability: str) -> tuple[str, ...]:
         if {"amx_tile", "amx_bf16"} <= found and _may_use_tiles():
             more.insert(0, (*_BF16_FLAGS, *_TILE_FLAGS))
     for flags in more:
-        with contextlib.suppress(BuildError):
+        try:
             load(_KERNELS / "linear.cpp", (*usual, *flags))
+        except BuildError as error:
+            logger.info("kernels do without %s: %s", " ".join(flags), error)
+        else:
             return (*usual, *flags)
     return usual
 

@@ -37,13 +37,25 @@ void linear(const T *x, const Matrix<T> &matrix, T *out, int64_t rows, float *sc
     }
 }
 
-// `scratch` has room for a panel for each thread.
+// `scratch` has room for a panel for each thread. Both set `is_packed` when they are done.
 template <class T>
-void pack(const T *weights, T *packed, int64_t outputs, int64_t inputs, T *scratch, int64_t num_threads) {
+void pack(const T *weights, T *packed, int64_t outputs, int64_t inputs, T *scratch, int64_t *is_packed,
+          int64_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads((int)num_threads)
     for (int64_t n = 0; n < outputs; n += PANEL)
         pack_panel(weights + n * inputs, packed + n * inputs, least(PANEL, outputs - n), inputs,
                    scratch + omp_get_thread_num() * PANEL * inputs);
+    *is_packed = 1;
+}
+
+// In the memory of the packed weights.
+template <class T>
+void unpack_all(T *weights, int64_t outputs, int64_t inputs, T *scratch, int64_t *is_packed, int64_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads((int)num_threads)
+    for (int64_t n = 0; n < outputs; n += PANEL)
+        unpack_panel(weights + n * inputs, weights + n * inputs, least(PANEL, outputs - n), inputs,
+                     scratch + omp_get_thread_num() * PANEL * inputs);
+    *is_packed = 0;
 }
 
 // out[count, inputs] = the rows of the weights that were packed.
@@ -61,8 +73,12 @@ void unpack(const T *packed, const int64_t *rows, T *out, int64_t count, int64_t
         linear(x, {weights, bias, outputs, inputs, is_packed}, out, rows, scratch, num_threads);                   \
     }                                                                                                              \
     void batchkit_pack_##name(const T *weights, T *packed, int64_t outputs, int64_t inputs, T *scratch,            \
-                              int64_t num_threads) {                                                               \
-        pack(weights, packed, outputs, inputs, scratch, num_threads);                                              \
+                              int64_t *is_packed, int64_t num_threads) {                                           \
+        pack(weights, packed, outputs, inputs, scratch, is_packed, num_threads);                                   \
+    }                                                                                                              \
+    void batchkit_unpack_all_##name(T *weights, int64_t outputs, int64_t inputs, T *scratch, int64_t *is_packed,   \
+                                    int64_t num_threads) {                                                         \
+        unpack_all(weights, outputs, inputs, scratch, is_packed, num_threads);                                     \
     }                                                                                                              \
     void batchkit_unpack_##name(const T *packed, const int64_t *rows, T *out, int64_t count, int64_t inputs,       \
                                 int64_t num_threads) {                                                             \

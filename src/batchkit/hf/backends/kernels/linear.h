@@ -2,7 +2,7 @@
 //
 // Weights are [outputs, inputs] as torch has them, or packed (`packed.h`). A panel of packed weights goes through the cache
 // once for a few dozen rows. Threads take pieces of work guided, many at first: with few rows it is the memory that is
-// waited for, and it is read in long runs. Each number is the sum of its products in their order, whatever rows there are
+// waited for, and it is read in long runs. Each number is the sum of its products in one order, whatever rows there are
 // besides. Weights that are not packed are turned into float32 panels in memory that stays in the cache, RUN inputs at a
 // time; for few rows this is not worth it, and they are multiplied with the weights as these lie. There the order of a sum
 // depends on whether there are more than FEW rows.

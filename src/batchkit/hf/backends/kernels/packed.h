@@ -78,6 +78,17 @@ inline void pack_panel(const T *from, T *to, int64_t width, int64_t inputs, T *c
     }
 }
 
+// Undoes it, again by way of `copy`.
+template <class T>
+inline void unpack_panel(const T *from, T *to, int64_t width, int64_t inputs, T *copy) {
+    std::memcpy(copy, from, PANEL * inputs * sizeof(T));
+    for (int64_t begin = 0; begin < inputs; begin += 8) {
+        const int64_t end = least(begin + 8, inputs);
+        for (int64_t n = 0; n < width; n++)
+            for (int64_t i = begin; i < end; i++) to[n * inputs + i] = copy[place<T>(n, i, inputs)];
+    }
+}
+
 // out[inputs] = what was packed of one output.
 template <class T>
 inline void unpack_row(const T *packed, int64_t output, int64_t inputs, T *out) {
