@@ -1121,8 +1121,13 @@ class Engine:
         return outputs
 
     def _close_runner(self) -> None:
-        if not self._has_closed_runner:  # an interrupt may have kept it from that
-            self._runner.close()
+        """Close it, once; after an interrupt (not an error) once more."""
+        if not self._has_closed_runner:
+            try:
+                self._runner.close()
+            except Exception:
+                self._has_closed_runner = True
+                raise
             self._has_closed_runner = True
 
     def __enter__(self) -> Self:
