@@ -119,7 +119,7 @@ class TestDefaultSize:
 
     @pytest.mark.parametrize("graphs", [False, True])
     def test_it_holds_what_steps_have_just_run_beside(self, on_the_cpu, monkeypatch, graphs) -> None:
-        monkeypatch.setattr(module, "DEVICES", frozenset({"cpu"}))
+        monkeypatch.setattr("batchkit.hf.graphs._DEVICES", frozenset({"cpu"}))
         monkeypatch.setattr(module, "DecodeGraphs", lambda *args, **kwargs: None)
         on_the_cpu(EACH * 50, per_row=EACH * 42 // 40)
         runner = TransformersRunner(tiny(), max_num_seqs=40, max_tokens_per_step=100, cuda_graphs=graphs)
@@ -193,7 +193,7 @@ def test_on_the_cpu_nothing_is_run_beforehand(monkeypatch) -> None:
 def test_graphs_have_memory_of_their_own(on_the_cpu, monkeypatch) -> None:
     """Decoding takes it twice: in a graph, and where a step has more rows than one."""
     on_the_cpu(EACH * 100, per_row=EACH // 2)
-    monkeypatch.setattr(module, "DEVICES", frozenset({"cpu"}))
+    monkeypatch.setattr("batchkit.hf.graphs._DEVICES", frozenset({"cpu"}))
     made: list[Any] = []
     monkeypatch.setattr(module, "DecodeGraphs", lambda *args, **kwargs: made.append(kwargs))
     runner = TransformersRunner(tiny(), max_num_seqs=40, max_tokens_per_step=100, cuda_graphs=True)
