@@ -419,6 +419,24 @@ class TestMove:
         # One output is a factor for all, in torch as well.
         assert (out.finish_reason == "error") == (other != "far fewer outputs")
 
+    @pytest.mark.parametrize("moves", [True, False])
+    def test_whoever_else_has_the_weight_is_left_alone(self, moves: bool) -> None:
+        class Other(nn.Module):
+            """Has a layer's weight under another name."""
+
+            def __init__(self, weight: nn.Parameter) -> None:
+                super().__init__()
+                self.table = weight
+
+        layer = nn.Linear(8, 32, bias=False)
+        model = nn.ModuleList([layer, Other(layer.weight)])
+        before = layer.weight.detach().clone()
+        pack(model, [layer], moves=moves)
+        assert "packed" in vars(layer) and "packed" not in vars(model[1])
+        assert torch.equal(layer.weight, before)
+        unpack(model)
+        assert torch.equal(model[1].table, before) and "packed" not in vars(layer)
+
     def test_one_number_that_is_nan_is_not_a_weight_that_was_moved(self) -> None:
         assert not is_given_up(torch.full((1, 1), math.nan))
         model = nn.Sequential(nn.Linear(1, 1, bias=False))

@@ -16,7 +16,7 @@ from torch import nn
 from .layer_kernels import DTYPES, Packed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 __all__ = ["is_given_up", "pack", "pack_again", "unpack"]
 
@@ -46,7 +46,9 @@ def pack(model: nn.Module, layers: Iterable[nn.Linear], *, moves: bool) -> int:
             its = owners[id(weight)]
             gives_up = moves and all(owner in layers or _is_plain_embedding(owner) for owner in its)
             with torch.inference_mode(weight.is_inference()):  # which the caller's mode need not be
-                _pack(weight, its, gives_up=gives_up, in_place=gives_up and id(weight) not in shared)
+                packed = [owner for owner in its if owner in layers]
+                embeddings = [owner for owner in its if owner not in layers] if gives_up else []
+                _pack(weight, packed, embeddings, gives_up=gives_up, in_place=gives_up and id(weight) not in shared)
     return len(layers)
 
 
@@ -68,18 +70,18 @@ def _overlapping(model: nn.Module) -> set[int]:
     return found
 
 
-def _pack(weight: Any, owners: list[nn.Module], *, gives_up: bool, in_place: bool) -> None:
+def _pack(
+    weight: Any, layers: Sequence[nn.Module], embeddings: Sequence[nn.Module], *, gives_up: bool, in_place: bool
+) -> None:
     """Pack one weight for all that have it. `unpack` can undo it from whichever line an interrupt comes at."""
     within = Packed.within(weight.data) if in_place else None
     packed = within or Packed(weight.data)
-    for owner in owners:
-        if not isinstance(owner, nn.Embedding):
-            vars(owner)["packed"] = packed
+    for layer in layers:
+        vars(layer)["packed"] = packed
     if gives_up:
         weight.data = weight.data.new_full((1, 1), math.nan).as_strided(weight.shape, (0, 0))
-        for owner in owners:
-            if isinstance(owner, nn.Embedding):
-                vars(owner).update(packed=packed, forward=packed.rows)
+    for embedding in embeddings:
+        vars(embedding).update(packed=packed, forward=packed.rows)
     if within is not None:
         within.fill(within.numbers)
 
