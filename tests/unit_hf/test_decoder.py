@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -194,6 +195,35 @@ class TestWhichAreReplaced:
             layer.__class__ = kind
             assert not replaced(layer)
         assert replaced(layer_of("llama", torch.float32))
+
+    @pytest.mark.parametrize("name", ["position_ids", "cache_position"])
+    def test_none_that_look_at_positions(self, name: str) -> None:
+        """Wherever it makes a difference: Ministral 3 scales queries from some thousands on."""
+        layer = layer_of("llama", torch.float32)
+
+        class Scaled(type(layer.self_attn)):  # type: ignore[misc]
+            def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+                factor = 1 + torch.log1p((kwargs[name] // 10**9).float())
+                return super().forward(hidden_states * factor[..., None], **kwargs)
+
+        layer.self_attn.__class__ = Scaled
+        assert not replaced(layer)
+
+    @pytest.mark.parametrize(("limit", "is_seen"), [(2.0, True), (30.0, True), (500.0, True), (1e9, False)])
+    @pytest.mark.parametrize("side", ["q_proj", "k_proj", "v_proj"])
+    def test_none_that_cut_numbers_off(self, side: str, limit: float, is_seen: bool) -> None:
+        """Also beyond what usual weights give, since a model's may be larger."""
+        layer = layer_of("llama", torch.float32)
+
+        class Cut(type(layer.self_attn)):  # type: ignore[misc]
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                probe = copy.copy(self)
+                part = self._modules[side]
+                probe._modules = {**self._modules, side: nn.Sequential(part, nn.Hardtanh(-limit, limit))}
+                return super(Cut, probe).forward(*args, **kwargs)
+
+        layer.self_attn.__class__ = Cut
+        assert replaced(layer) != is_seen
 
     def test_none_with_weights_that_a_kernel_does_not_know(self) -> None:
         def shift(layer: Any) -> None:
