@@ -36,9 +36,10 @@ def _cpu_kernels() -> tuple[bool, str]:
     """Whether there are any, and what is to be said of them."""
     try:
         kernels("attention")
+        has_units = multiplies_bfloat16()
     except BuildError as error:
         return False, f"none: {error}"
-    made = f"for {torch.backends.cpu.get_cpu_capability()}" + (" and its bfloat16" if multiplies_bfloat16() else "")
+    made = f"for {torch.backends.cpu.get_cpu_capability()}" + (" and its bfloat16" if has_units else "")
     if any(cache_folder().glob("attention-*.so")):
         return True, f"compiled {made}, in {cache_folder()}"
     return True, f"compiled {made} anew in every process: they cannot be kept in {cache_folder()}"

@@ -199,7 +199,7 @@ void after(const After<T> &a) {
                 if (ins_narrow) narrow(x + row * width, width);
             }
             meeting.wait();
-            each_piece(a.gate, x, ins_narrow, rows, work, [&](int64_t first, int64_t count, int64_t panel, const float *gate) {
+            const auto gate_up = [&](int64_t first, int64_t count, int64_t panel, const float *gate) {
                 const int64_t at = panel * PANEL;
                 for (int64_t row = 0; row < count; row++)
                     finish(gate + row * PANEL, a.gate.bias ? a.gate.bias + at : nullptr, a.gate.width(panel),
@@ -215,7 +215,8 @@ void after(const After<T> &a) {
                     else
                         std::memcpy(to + at, up, outputs * sizeof(float));
                 }
-            });
+            };
+            each_piece(a.gate, x, ins_narrow, rows, work, gate_up);
             meeting.wait();
             product(a.down, gated, downs_narrow, rows, work, sums, width);
             meeting.wait();
